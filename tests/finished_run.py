@@ -75,8 +75,8 @@ def finish_run(
                 if not isinstance(given, Failure):
                     body = given if isinstance(given, bytes) else json.dumps(given).encode()
                     given = Reply(key=key, status=200, body=body)
-                rows.append(encode_row(Prepared(key=key, row=row, id=f"id-{row}"), given))
-            built = build_output(Path(folder) / ref.name, [row.line for row in rows])
+                rows.append(encode_row(Prepared(key=key, row=row, id=f"id-{row}"), given)[0])
+            built = build_output(Path(folder) / ref.name, [bytes(row.output) for row in rows])
             marker = marker_record(
                 chunk=ref.key,
                 chunk_sha256=ref.sha256 or "",
@@ -84,7 +84,7 @@ def finish_run(
                 rows_ok=sum(row.ok for row in rows),
                 rows_error=sum(not row.ok for row in rows),
                 fingerprint=run.fingerprint,
-                prompt_tokens=sum(row.usage.prompt_tokens for row in rows),
-                completion_tokens=sum(row.usage.completion_tokens for row in rows),
+                prompt_tokens=sum(row.prompt_tokens for row in rows),
+                completion_tokens=sum(row.completion_tokens for row in rows),
             )
             publish(store, lease, built, marker, chunk=ref.name, leftovers=())

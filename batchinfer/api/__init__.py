@@ -53,8 +53,8 @@ def run(  # noqa: PLR0913 - an editor shows the common options by name
 ) -> RunHandle:
     """Answer every row of some data with a model on this machine. See docs/python.md.
 
-    The call blocks until the command has ended. Log lines go to stderr; in a notebook and in a terminal there is a
-    progress bar. After an interruption or a kill, the same call goes on where it was if `output` or `work` is given.
+    The call blocks until the command has ended. Log lines go to stderr, with the progress every ten seconds. After an
+    interruption or a kill, the same call goes on where it was if `output` or `work` is given.
 
     Args:
         data: Prompts, conversations (lists of messages) or dictionaries; a path or URL, or several; an Arrow table, a
@@ -81,7 +81,7 @@ def run(  # noqa: PLR0913 - an editor shows the common options by name
         engine: vllm, openai (a running endpoint) or echo (a rehearsal without a model).
         base_url: URL of an endpoint, for the engine openai.
         retry_errors: Do the error rows of a finished run again.
-        quiet: Show neither log lines nor a progress bar.
+        quiet: Show no log lines.
         vllm: Any further option of `batchinfer run` or of vLLM's server, such as `max_model_len=8192`.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Runs a command as a process of its own: its options, its log and progress bar, its result or its error."""
+"""Runs a command as a process of its own: its options, its log, its result or its error."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _JSON_FILES = ("json_schema", "tools")
 def call(
     name: str, arguments: Sequence[str], options: Mapping[str, Any], folder: Path, *, quiet: bool
 ) -> dict[str, Any]:
-    """Run a command as a process, with its log and a progress bar on stderr, and return its result."""
+    """Run a command as a process, with its log on stderr, and return its result."""
     settings = folder / "options.yaml"
     settings.write_text(_as_settings(name, options, folder), encoding="utf-8")
     prefix = f"BATCHINFER_{name.upper()}_"

@@ -68,6 +68,9 @@ def encode_row(prepared: Prepared, result: Reply | Failure) -> tuple[FinishedRow
         prepared: The row.
         result: The answer of the server; or why there is none, for a row that was refused here, or whose reply is no
             answer (see `engines.replies.failure_of`). A reply that is no JSON object becomes a failure by itself.
+
+    Returns:
+        The finished row, whose `output` is the line without a newline; and its failure, None for an answered row.
     """
     if isinstance(result, Reply):
         try:

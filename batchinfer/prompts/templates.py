@@ -31,13 +31,12 @@ Write a response that appropriately completes the request.
 
 
 NAMED_TEMPLATES = {
-    "alpaca": ("instruction with an optional input, in the Alpaca format", _ALPACA),
-    "gpteacher": ("as alpaca", _ALPACA),
-    "sharegpt": ("a conversation of {from, value} turns, as a chat", ""),
-    "completion": ("the column `text` as it is", "{{ text }}"),
+    "alpaca": _ALPACA,
+    "gpteacher": _ALPACA,
+    "sharegpt": "",
+    "completion": "{{ text }}",
 }
-"""The templates that ``--prompt-template NAME`` selects: what each is for, and its Jinja text over columns. One without
-a text stands for `CONVERSATIONS`."""
+"""Jinja texts over columns, by the NAME of ``--prompt-template NAME``. One without a text stands for `CONVERSATIONS`."""
 CONVERSATIONS = "conversations"
 """Column that holds the conversation of a row of ShareGPT."""
 
@@ -50,9 +49,9 @@ def template_text(given: str) -> str:
     """
     if given not in NAMED_TEMPLATES and re.fullmatch("[a-z-]+", given):
         known = f"expected one of {', '.join(NAMED_TEMPLATES)}{near(given, NAMED_TEMPLATES)}"
-        hint = "`batchinfer worker --prompt-template list` describes them; a file of your own is named as ./FILE"
+        hint = "a file of your own is named as ./FILE"
         raise ConfigError(f"--prompt-template {given}: no such template, {known}", hint=hint)
-    return NAMED_TEMPLATES.get(given, ("", given))[1]
+    return NAMED_TEMPLATES.get(given, given)
 
 
 def _printed(value: Any) -> Any:

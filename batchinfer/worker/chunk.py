@@ -18,14 +18,8 @@ from typing import BinaryIO, NamedTuple
 
 from batchinfer.core import codec
 from batchinfer.core.counts import Counts
-from batchinfer.ledger.checkpoints import (
-    Deaths,
-    FinishedRow,
-    add_deaths,
-    batches,
-    count_rows,
-    encode_rows,
-)
+from batchinfer.core.records import FinishedRow
+from batchinfer.ledger.checkpoints import Deaths, add_deaths, batches, count_rows, encode_rows
 from batchinfer.ledger.chunk_files import LocalChunk
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.prompts.types import RawRow

@@ -9,10 +9,10 @@ from typing import BinaryIO
 from batchinfer.core import codec, layout
 from batchinfer.core.counts import Counts
 from batchinfer.core.errors import BatchinferError, InputError
-from batchinfer.core.records import Marker, Usage
+from batchinfer.core.records import FinishedRow, Marker, Usage
 from batchinfer.core.shell import quote
 from batchinfer.formats.lines import answer_of, read_line
-from batchinfer.ledger.checkpoints import FinishedRow, Segments
+from batchinfer.ledger.checkpoints import Segments
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.claims import Held, Taken
 from batchinfer.ledger.jobs import ChunkRef

@@ -318,10 +318,11 @@ def check_error_rate(
         return
     lines = [f"{rows_error} of {rows_ok + rows_error} rows failed"]
     for code, count in most_common(telemetry.counts.errors)[:3]:
-        example = telemetry.examples[code]
-        lines.append(f"{count} x {code}, e.g. {example.chunk} line {example.line}: {example.message}")
+        example = telemetry.examples.get(code)
+        where = f", e.g. {example.chunk} line {example.line}: {example.message}" if example else ""
+        lines.append(f"{count} x {code}{where}")
     raise ErrorRateExceeded(
         "\n  ".join(lines),
-        hint="fix the prompt options or the data; rows done so far are kept, --retry-errors asks failed ones again, and "
-        "--max-error-rate 1 goes on in spite of them",
+        hint="fix the prompt options or the data; rows done so far are kept, --retry-errors asks failed ones "
+        "again, and --max-error-rate 1 goes on in spite of them",
     )

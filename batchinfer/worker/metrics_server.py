@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from types import SimpleNamespace
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from batchinfer.core.redaction import redact
 from batchinfer.ledger.metrics import families_of
@@ -17,6 +18,17 @@ from batchinfer.worker.telemetry import Telemetry
 from batchinfer.worker.worker_config import WorkerConfig
 
 logger = logging.getLogger(__name__)
+
+
+class WorkerCollector(NamedTuple):
+    """Makes the metrics of one worker. Any thread may call `collect`; see prometheus_client.registry.Collector."""
+
+    run: str
+    telemetry: Telemetry
+
+    def collect(self) -> Iterable[Any]:
+        """Return all metrics, as they are now."""
+        return families_of(self.run, [self.telemetry.up_to_date()])
 
 
 def serve_metrics(
@@ -32,14 +44,13 @@ def serve_metrics(
     from prometheus_client import CollectorRegistry, start_http_server
 
     registry = CollectorRegistry()
-    made = SimpleNamespace(collect=lambda: families_of(redact(run), [telemetry.up_to_date()]))
-    registry.register(made)
+    registry.register(WorkerCollector(redact(run), telemetry))
     host, _, number = config.metrics.rpartition(":")
     host, port = host.strip("[]"), int(number)
     try:
         server, _ = start_http_server(port, addr=host, registry=registry)
     except (OSError, OverflowError, UnicodeError) as error:  # UnicodeError: no name of a host
-        text = "--metrics %s: cannot listen there (%s); the worker goes on without metrics"
+        text = "--metrics %s: cannot listen there (%s), so there are none; workers on one machine need a port each"
         logger.warning(text, config.metrics, error)
         return
     stack.callback(server.server_close)

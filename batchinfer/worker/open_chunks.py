@@ -15,8 +15,7 @@ from concurrent.futures import Future
 
 from batchinfer.core.errors import BatchinferError
 from batchinfer.core.events import tell
-from batchinfer.core.records import Marker, RowKey
-from batchinfer.ledger.checkpoints import FinishedRow
+from batchinfer.core.records import FinishedRow, Marker, RowKey
 from batchinfer.ledger.claims import Held
 from batchinfer.ledger.publishing import Published
 from batchinfer.worker.chunk import OpenChunk

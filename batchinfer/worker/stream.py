@@ -28,11 +28,10 @@ from typing import NamedTuple
 import msgspec
 
 from batchinfer.core import units
-from batchinfer.core.records import Call, EngineInfo, Failure, Reply, RowKey
+from batchinfer.core.records import Call, EngineInfo, Failure, FinishedRow, Reply, RowKey
 from batchinfer.core.row_codes import Code
 from batchinfer.engines.replies import failure_of
 from batchinfer.formats.lines import encode_row
-from batchinfer.ledger.checkpoints import FinishedRow
 from batchinfer.prompts.builder import PromptBuilder, finish_call
 from batchinfer.prompts.types import Prepared, RawRow
 from batchinfer.worker.chunk import OpenChunk

@@ -25,12 +25,13 @@ from batchinfer.core.records import (
     EngineStats,
     ErrorExample,
     Failure,
+    FinishedRow,
     Money,
     Worker,
     WorkerLease,
 )
 from batchinfer.core.redaction import redact
-from batchinfer.ledger.checkpoints import FinishedRow, count_rows
+from batchinfer.ledger.checkpoints import count_rows
 from batchinfer.ledger.claims import ENDED_STATES
 from batchinfer.worker.chunk import OpenChunk
 from batchinfer.worker.minutes import Minutes

@@ -114,8 +114,8 @@ class WorkerConfig(Record, frozen=True, kw_only=True):
     retry_errors: bool = False
     """Do the error rows of a finished run again. A repair that was begun is ended first."""
     max_error_rate: Annotated[float, Meta(ge=0, le=1)] | None = None
-    """Stop (exit 3) when a larger share of rows fails. Default: when nearly all of the first 100 fail with one
-    error, or every row of the worker; 1 never stops."""
+    """Stop (exit 3) when a larger share of rows fails. Default: when nearly all of the first 100 fail, or of all; 1
+    never stops."""
     min_errors: Count = 20
     """Failed rows before --max-error-rate counts."""
     max_attempts: Count = 5

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from batchinfer.core.errors import InputError
-from batchinfer.core.records import Failure, Reply, Usage
+from batchinfer.core.records import Failure, FinishedRow, Reply, Usage
 from batchinfer.core.row_codes import Code
-from batchinfer.formats.lines import Answer, EncodedRow, answer_of, encode_row, read_line
+from batchinfer.formats.lines import Answer, answer_of, encode_row, read_line
 from batchinfer.prompts.types import BestOf, Prepared
 from samples import SCHEMAS
 
@@ -21,18 +21,26 @@ def row(**fields: Any) -> Prepared:
     return Prepared(key=KEY, row=3, id="a", **fields)
 
 
-def encoded(body: Any, **fields: Any) -> EncodedRow:
+def encoded(body: Any, **fields: Any) -> FinishedRow:
     """The line of an answer, which is as docs/format.md says."""
     data = body if isinstance(body, bytes) else msgspec.json.encode(body)
-    found = encode_row(row(**fields), Reply(key=KEY, status=200, body=data))
-    jsonschema.validate(msgspec.json.decode(found.line), SCHEMAS["output"])
+    found, _ = encode_row(row(**fields), Reply(key=KEY, status=200, body=data))
+    jsonschema.validate(msgspec.json.decode(line_of(found)), SCHEMAS["output"])
     return found
+
+
+def line_of(found: FinishedRow) -> bytes:
+    return bytes(found.output)
+
+
+def usage_of(found: FinishedRow) -> Usage:
+    return msgspec.convert(found, Usage, from_attributes=True)
 
 
 def test_items_are_in_the_order_of_the_inputs():
     """An endpoint may send them in another one."""
     items = [{"index": 10, "embedding": [1]}, {"index": 2, "embedding": [2]}]
-    assert b'[{"index":2,"embedding":[2]},{"index":10,' in encoded({"data": items}).line
+    assert b'[{"index":2,"embedding":[2]},{"index":10,' in line_of(encoded({"data": items}))
 
 
 def chat(number: int = 1, **message: Any) -> dict[str, Any]:
@@ -94,15 +102,15 @@ def test_equal_answers_with_ids_and_times_of_their_own_are_equal_bytes():
 
 def test_ids_follow_from_the_row_and_keep_the_servers_prefix():
     line = encoded(chat(tool_calls=[call(1), call(2), call(1) | {"id": "functions.add:2"}]))
-    body = msgspec.json.decode(line.line)["body"]
+    body = msgspec.json.decode(line_of(line))["body"]
     calls = [each["id"] for each in body["choices"][0]["message"]["tool_calls"]]
     assert body["id"].startswith("chatcmpl-")
     assert "created" not in body
     assert len({body["id"], *calls}) == 4
     other = Reply(key=("part-00000", 4), status=200, body=msgspec.json.encode(chat()))
-    found = encode_row(Prepared(key=other.key, row=3, id="a"), other)
-    assert found.line != encoded(chat()).line
-    assert b'{"id":"mine"}' in encoded(response(1) | {"metadata": {"id": "mine"}}).line
+    found, _ = encode_row(Prepared(key=other.key, row=3, id="a"), other)
+    assert line_of(found) != line_of(encoded(chat()))
+    assert b'{"id":"mine"}' in line_of(encoded(response(1) | {"metadata": {"id": "mine"}}))
     assert calls[2] == "functions.add:2"
 
 
@@ -110,7 +118,7 @@ def test_what_the_server_wrote_stays_as_it_wrote_it():
     body = (
         b'{"choices":[{"text":"\\u00e9 \xc3\xa9","x":1.10,"y":12345678901234567890123}],"z":1e-7}'
     )
-    assert encoded(body).line == b'{"_row":3,"_id":"a","status":200,"body":%b}' % body
+    assert line_of(encoded(body)) == b'{"_row":3,"_id":"a","status":200,"body":%b}' % body
 
 
 # ------------------------------------------------------------------ lines
@@ -120,7 +128,7 @@ def test_counts_of_an_answer():
     for body, reason in ((chat(), "stop"), (response(1), "length")):
         found = encoded(body)
         assert (found.ok, found.code, found.finish_reason) == (True, "", reason)
-        assert found.usage == Usage(
+        assert usage_of(found) == Usage(
             prompt_tokens=7, cached_tokens=4, completion_tokens=5, reasoning_tokens=2
         )
 
@@ -135,13 +143,13 @@ def test_counts_of_an_answer():
 def test_counts_in_both_spellings_or_without_details(other):
     details = {"prompt_tokens_details": {"cached_tokens": 4}}
     usage = {"prompt_tokens": 7, "completion_tokens": 5, **details, **other}
-    found = encoded(chat() | {"usage": usage}).usage
+    found = usage_of(encoded(chat() | {"usage": usage}))
     assert found == Usage(prompt_tokens=7, cached_tokens=4, completion_tokens=5)
 
 
 def test_half_a_character_in_the_message_of_a_failure_breaks_no_line():
     failure = Failure(code=Code.PROMPT_TOO_LONG, message="too \ud800 long")
-    line = read_line(encode_row(row(), failure).line)
+    line = read_line(line_of(encode_row(row(), failure)[0]))
     assert (line.error.message, answer_of(line)) == ("too \ufffd long", Answer())
 
 
@@ -159,7 +167,7 @@ def test_half_a_character_in_the_message_of_a_failure_breaks_no_line():
 def test_a_body_that_is_no_json_is_an_error_row(body):
     found = encoded(body)
     assert (found.code, found.ok) == ("invalid_answer", False)
-    assert read_line(found.line).code == "invalid_answer"
+    assert read_line(line_of(found)).code == "invalid_answer"
 
 
 @pytest.mark.parametrize(
@@ -178,16 +186,16 @@ def test_a_body_that_is_no_json_is_an_error_row(body):
 def test_odd_bodies_stay_one_line_that_is_read_back(body, text):
     found = encoded(body)
     assert found.ok
-    assert found.usage == Usage(), "a marker could not hold its sum"
-    assert b"\n" not in found.line
-    found.line.decode()
-    assert "".join(answer_of(read_line(found.line)).texts) == text
+    assert usage_of(found) == Usage(), "a marker could not hold its sum"
+    assert b"\n" not in line_of(found)
+    line_of(found).decode()
+    assert "".join(answer_of(read_line(line_of(found))).texts) == text
 
 
 def test_every_depth_that_is_written_can_be_read():
     found = [encoded(b'{"a":' * depth + b"1" + b"}" * depth) for depth in range(90, 110)]
     for each in found:
-        read_line(each.line)
+        read_line(line_of(each))
     assert {each.ok for each in found} == {True, False}
 
 
@@ -222,7 +230,7 @@ def test_the_most_likely_answers_to_each_prompt_are_kept(is_chat, keeps_logprobs
     found = encoded({"choices": choices}, best_of=best)
     own = {} if keeps_logprobs else {"logprobs": None}
     expected = [choices[n] | {"index": i} | own for i, n in enumerate((1, 2, 4, 5))]
-    assert msgspec.json.decode(found.line)["body"]["choices"] == expected
+    assert msgspec.json.decode(line_of(found))["body"]["choices"] == expected
 
 
 # ------------------------------------------------------------------ what an answer says
@@ -245,12 +253,12 @@ def test_the_most_likely_answers_to_each_prompt_are_kept(is_chat, keeps_logprobs
 )  # fmt: skip
 def test_every_kind_of_answer_has_a_text(body, texts, reason):
     found = encoded(body)
-    answer = answer_of(read_line(found.line))
+    answer = answer_of(read_line(line_of(found)))
     assert (answer.texts, answer.finish_reason) == (texts, reason)
-    assert answer.usage.completion_tokens == found.usage.completion_tokens
+    assert answer.usage.completion_tokens == found.completion_tokens
 
 
 def test_an_answer_with_a_number_that_no_float_holds_is_read():
     """A repair of its chunk ended with a traceback at every start."""
-    line = encoded(chat()).line.replace(b'"choices"', b'"scale":1e400,"choices"', 1)
+    line = line_of(encoded(chat())).replace(b'"choices"', b'"scale":1e400,"choices"', 1)
     assert answer_of(read_line(line)).finish_reason == "stop"

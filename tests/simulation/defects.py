@@ -16,10 +16,10 @@ import msgspec
 
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import AlreadyExists
-from batchinfer.core.records import Marker, Worker
+from batchinfer.core.records import FinishedRow, Marker, Worker
 from batchinfer.formats import lines
 from batchinfer.ledger import checkpoints, publishing, runs
-from batchinfer.ledger.checkpoints import FinishedRow, Segments
+from batchinfer.ledger.checkpoints import Segments
 from batchinfer.ledger.claims import Claims, Held, Lease, Taken
 from batchinfer.ledger.inventory import Inventory
 from batchinfer.ledger.jobs import ChunkRef

@@ -31,7 +31,7 @@ def test_a_worker_that_is_stopped_writes_all_parts_before_its_last_rows_come_and
     at_the_stop: list[int] = []
     with Stage(PROMPTS, seed=1) as stage:
         stage.engine.max_in_flight, stage.engine.row_seconds = 2, 2.0
-        stage.scheduler.after(18.0, lambda: stage.stop(Interrupted("stopped")))
+        stage.scheduler.after(18.5, lambda: stage.stop(Interrupted("stopped")))
         stage.scheduler.after(19.5, lambda: at_the_stop.extend(map(len, records(stage))))
         stage.run(checkpoint_seconds=1000.0)
         assert len(at_the_stop) > 2

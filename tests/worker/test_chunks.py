@@ -8,7 +8,8 @@ import pytest
 
 from batchinfer.core import codec, layout
 from batchinfer.core.errors import InputError, StorageError
-from batchinfer.ledger.checkpoints import FinishedRow, encode_rows, write_segment
+from batchinfer.core.records import FinishedRow
+from batchinfer.ledger.checkpoints import encode_rows, write_segment
 from batchinfer.ledger.claims import Taken
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.ledger.publishing import build_output, publish

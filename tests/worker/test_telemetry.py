@@ -7,8 +7,7 @@ import pytest
 
 from batchinfer.core import codec
 from batchinfer.core.counts import MAX_CODES, OTHER, Counts
-from batchinfer.core.records import EngineInfo, EngineStats, Failure, Worker
-from batchinfer.ledger.checkpoints import FinishedRow
+from batchinfer.core.records import EngineInfo, EngineStats, Failure, FinishedRow, Worker
 from batchinfer.worker.minutes import MAX_MINUTES
 from batchinfer.worker.telemetry import Telemetry
 from fakes import FakeClock, lease_record

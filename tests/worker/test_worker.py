@@ -15,13 +15,14 @@ import pytest
 from batchinfer.core import layout
 from batchinfer.core.codec import raw
 from batchinfer.core.errors import ErrorRateExceeded, InputError, Interrupted
+from batchinfer.core.records import FinishedRow
 from batchinfer.engines.echo import EchoTarget
 from batchinfer.engines.engine_config import EngineConfig
-from batchinfer.ledger.checkpoints import FinishedRow, encode_rows, write_segment
+from batchinfer.ledger.checkpoints import encode_rows, write_segment
 from batchinfer.prompts.types import PromptConfig
 from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import open_store
-from batchinfer.worker.command import command, describe_host
+from batchinfer.worker.command import describe_host
 from batchinfer.worker.start import run_worker
 from batchinfer.worker.worker_config import Environment, WorkerConfig, real_environment
 from making import (
@@ -89,15 +90,6 @@ def test_a_finished_run_does_not_wait_for_the_engine(job, monkeypatch):
     monkeypatch.setattr("batchinfer.engines.echo.EchoTarget.look", mock.AsyncMock(return_value=""))
     result = run_worker_here(job, f"{job}/runs/a")
     assert (result["status"], result["engine_load_sec"]) == ("SUCCESS", None)
-
-
-def test_a_copied_manifest_finds_its_job_above_the_run(job, tmp_path):
-    """As SkyPilot has it: the manifest is a local file, and only the run's place is told."""
-    copy, run = tmp_path / "3.txt", f"{job}/runs/a"
-    copy.write_text((Path(job) / "manifests/worker-00001.txt").read_text())
-    command.main(["--manifest", str(copy), "--output", run, *ECHO], standalone_mode=False)
-    names = [f"part-{index:05d}" for index in range(5, 10)]
-    assert sorted(finished_chunks(open_store(run))) == names
 
 
 def test_a_bucket_that_is_away_holds_no_worker_up_that_has_to_go(job, monkeypatch):
@@ -190,7 +182,7 @@ def test_too_many_errors_stay_too_many_for_later_starts(tmp_path):
     work = work_over(tmp_path, [prompt_if(row % 4) for row in range(80)], per_chunk=20)
     work("--max-error-rate", "0.1", "--min-errors", "21")
     for _ in range(2):
-        with pytest.raises(ErrorRateExceeded, match=r"25\.0% of the rows of the run"):
+        with pytest.raises(ErrorRateExceeded, match="20 of 80 rows failed"):
             work("--max-error-rate", "0.1")
     assert work("--max-error-rate", "0.25")["status"] == "SUCCESS"
 
@@ -205,7 +197,7 @@ def test_rows_that_were_resumed_are_among_those_that_did_not_fail(tmp_path):
 
 def test_nearly_all_of_the_first_rows_failing_alike_ends_the_worker(tmp_path):
     rows = [prompt_if(True)] * 2 + [{"other": "1"}] * 3000
-    with pytest.raises(ErrorRateExceeded, match="rows failed with missing_column") as caught:
+    with pytest.raises(ErrorRateExceeded, match=r"rows failed\n  .* x missing_column") as caught:
         work_over(tmp_path, rows)()
     assert caught.value.exit_status == 3
     assert "e.g. part-00000 line 2: column 'prompt' is not in the row" in caught.value.message
@@ -221,8 +213,8 @@ def test_bad_rows_that_finish_before_the_others_do_not_end_the_worker(tmp_path):
 
 def test_a_run_of_error_rows_only_is_no_success(tmp_path):
     work = work_over(tmp_path, [{"other": "1"}] * 3)
-    for message in ("of the first", "every row of the run failed"):
-        with pytest.raises(ErrorRateExceeded, match=message) as caught:
+    for _ in range(2):
+        with pytest.raises(ErrorRateExceeded, match="3 of 3 rows failed") as caught:
             work()
         assert caught.value.result["status"] == "FAILED"
         assert "--retry-errors" in caught.value.hint
@@ -239,7 +231,7 @@ def test_rows_that_failed_in_checkpoints_count_and_are_asked_again(tmp_path):
     work("--max-error-rate", "1")
     for options, resumed in (((), 100), (("--retry-errors",), 0)):
         put_back(tmp_path / "run", "part-00000", 100, "missing_column")
-        with pytest.raises(ErrorRateExceeded, match="every row of the run failed") as caught:
+        with pytest.raises(ErrorRateExceeded, match="150 of 150 rows failed") as caught:
             work(*options)
         assert caught.value.result["rows_resumed"] == resumed
 
