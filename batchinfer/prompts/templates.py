@@ -36,7 +36,7 @@ NAMED_TEMPLATES = {
     "sharegpt": "",
     "completion": "{{ text }}",
 }
-"""Jinja texts over columns, by the NAME of ``--prompt-template NAME``. One without a text stands for `CONVERSATIONS`."""
+"""Jinja texts over columns, by the NAME of ``--prompt-template NAME``. One without text stands for `CONVERSATIONS`."""
 CONVERSATIONS = "conversations"
 """Column that holds the conversation of a row of ShareGPT."""
 
