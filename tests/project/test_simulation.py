@@ -20,7 +20,7 @@ FIRST_SEED = {
     "end_is_said_too_early": 30,
     "heart_beats_by_itself": 81,
     "lease_is_not_asked": 32,
-    "leases_lapse_early": 18,
+    "leases_lapse_early": 62,
     "limit_is_forgotten": 42,
     "loser_deletes_the_winner": 33,
     "no_fence": 32,
