@@ -55,4 +55,4 @@ def serve_metrics(
         return
     stack.callback(server.server_close)
     stack.callback(server.shutdown)
-    logger.info("metrics are at port %d of %s", server.server_port, host)
+    logger.info("metrics are at http://%s:%d/metrics", host, server.server_port)
