@@ -42,14 +42,6 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     return re.sub(outside, lambda found: f"{found[1]} (`{found[2].lstrip('./')}`)", markdown)
 
 
-def events() -> str:
-    """Return the table of all events in the log."""
-    from batchinfer.core.events import EVENTS
-
-    rows = [f"| `{name}` | {explanation} |" for name, explanation in EVENTS.items()]
-    return "\n".join(["| event | what happened |", "|---|---|", *rows])
-
-
 def metrics() -> str:
     """Return the table of all metrics."""
     from batchinfer.ledger.metrics import LABELS, METRICS, RUN_METRICS
@@ -61,7 +53,7 @@ def metrics() -> str:
     return "\n".join(["| metric | meaning |", "|---|---|", *rows])
 
 
-_TABLES = {"events": events, "metrics": metrics}
+_TABLES = {"metrics": metrics}
 
 
 def commands() -> str:

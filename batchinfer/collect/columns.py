@@ -302,6 +302,8 @@ class VectorColumn:
             return text and list(map(self._value, text))
         try:
             value = _decode_vectors(text)
+            if self._is_nested and value == []:
+                return []
             if isinstance(value, str):
                 value = np.frombuffer(base64.b64decode(value, validate=True), "<f4")
             found = np.array(value, np.float32, ndmin=2)

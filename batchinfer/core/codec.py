@@ -79,7 +79,7 @@ def decode(data: bytes, kind: type[T], *, name: str, hint: str = _DAMAGED) -> T:
         what = f"nested deeper than {MAX_DEPTH} levels"
     except _DECODE_ERRORS as error:
         what, cause = "empty" if not data else str(error), error
-        if "`$.format_version`" in what:
+        if "<=" in what and "`$.format_version`" in what:
             hint = "upgrade batchinfer: a later one wrote it"
     raise InputError(
         f"{name}: not a readable {kind.__name__.lower().removesuffix('record')} record ({what})",

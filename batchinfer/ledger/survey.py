@@ -14,7 +14,7 @@ from batchinfer.core.errors import AlreadyExists
 from batchinfer.core.records import WorkerLease
 from batchinfer.ledger.claims import Claims, read_claim
 from batchinfer.ledger.jobs import ChunkRef
-from batchinfer.ledger.publishing import SMALLEST_MARKER_BYTES
+from batchinfer.ledger.publishing import SMALLEST_MARKER_BYTES, read_marker
 from batchinfer.storage import Store
 
 _MOST_NEIGHBOURS = 1000
@@ -109,28 +109,42 @@ def chunks_with_checkpoints(store: Store) -> dict[str, int]:
 
 
 def look_at_block(
-    store: Store, claims: Claims, generations: Mapping[str, int], key: str, *, is_rest_done: bool
+    store: Store,
+    claims: Claims,
+    generations: Mapping[str, int],
+    own: Collection[str],
+    *,
+    key: str,
+    block: Mapping[str, int],
 ) -> Survey:
     """Look at a block's chunks, unless there is a note that all of them are done. Leave this note where it is so.
+
+    A note may be older than what somebody has removed since. So it does not count for a worker's own chunks.
 
     Args:
         store: The run's store.
         claims: Tells which claims are valid.
         generations: As in `look_at_neighbours`, of those of its chunks that are not known to be done.
-        key: Key of its note.
-        is_rest_done: Whether all of its other chunks are done.
+        own: Chunks of this worker's manifests among these.
+        key: Key of the block's note.
+        block: Generation of the wanted marker for each chunk of the block.
     """
     complete = frozenset(info.key for info in store.list(layout.COMPLETE))
-    if key in complete:
+    if key in complete and not own:
         return Survey(set(), [], [], [], 1, complete)
-    survey = look_at_neighbours(store, claims, generations)
-    if is_rest_done and survey.done >= generations.keys():
-        with contextlib.suppress(AlreadyExists):
-            store.create(key, b"complete\n")
+    survey = look_at_neighbours(store, claims, generations, own)
+    if key not in complete and survey.done >= generations.keys():
+        others = block.keys() - generations  # they were done once
+        markers = newest_markers(store, beginning_of(others)) if others else {}
+        if all(markers.get(name, -1) >= block[name] for name in others):
+            with contextlib.suppress(AlreadyExists):
+                store.create(key, b"complete\n")
     return survey._replace(num_reads=survey.num_reads + 1, complete=complete)
 
 
-def look_at_neighbours(store: Store, claims: Claims, generations: Mapping[str, int]) -> Survey:
+def look_at_neighbours(
+    store: Store, claims: Claims, generations: Mapping[str, int], own: Collection[str] = ()
+) -> Survey:
     """Find out which of some neighbouring chunks are done, and which are held by living workers.
 
     Args:
@@ -138,11 +152,17 @@ def look_at_neighbours(store: Store, claims: Claims, generations: Mapping[str, i
         claims: Tells which claims are valid.
         generations: Generation of the wanted marker for each chunk, by name; those first whose claims are to be read.
             A chunk with a marker of this generation or a higher one is done.
+        own: Chunks of this worker's manifests. Their markers are read, since a listed one may be damaged.
     """
     beginning = beginning_of(generations)
     markers = newest_markers(store, beginning)
     done = {name for name in generations if markers.get(name, -1) >= generations[name]}
-    num_reads = 2  # pages, of a thousand outputs and their markers
+    num_reads = 2 + 2 * len(
+        done.intersection(own)
+    )  # at first pages, of a thousand outputs and their markers
+    done -= {
+        name for name in done.intersection(own) if not read_marker(store, name, markers[name])[0]
+    }
     may_be_claimed = set[str]()
     if not done >= generations.keys():
         infos = store.list(layout.CLAIMS + beginning)

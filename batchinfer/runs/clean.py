@@ -28,7 +28,7 @@ from batchinfer.storage import ObjectInfo, Store
 
 DEFAULT_AGE_SECONDS = 3600.0
 ANY_AGE = float("-inf")
-_MARKERS = "markers"
+_MARKERS, _NOTES = "markers", "notes of complete blocks"
 
 
 class CleanConfig(Record, frozen=True, kw_only=True):
@@ -82,8 +82,9 @@ def run_clean(config: CleanConfig, *, store: Store, clock: Clock) -> dict[str, A
     find_temps = getattr(store, "temps", None)  # killed writers leave such files in a local folder
     temps = list(find_temps(age_seconds)) if find_temps else []
     if config.yes:
-        # Markers go last. If this process is killed before, their chunks still count as done.
-        order = sorted(removed, key=lambda what: what == _MARKERS)
+        # Markers go last. If this process is killed before, their chunks still count as done. Notes go after them: a
+        # worker may leave another one as long as the markers are there.
+        order = sorted(removed, key=lambda what: (what == _MARKERS) + 2 * (what == _NOTES))
         store.delete([info.key for what in order for info in removed[what]])
         for path in temps:
             path.unlink(missing_ok=True)
@@ -132,7 +133,7 @@ def find_removals(inventory: Inventory, config: CleanConfig) -> Iterator[Removal
         for marker in markers.values():
             yield Removal(_MARKERS, marker.info, ANY_AGE)
     for info in inventory.complete if config.redo else ():
-        yield Removal("notes of complete blocks", info, ANY_AGE)
+        yield Removal(_NOTES, info, ANY_AGE)
     for what, name, info in inventory.useless(is_at_rest=not age):
         # What is of a chunk in `redo` stays: `clean` removes the chunk's marker, and without a marker another worker
         # could still name an output.

@@ -285,6 +285,7 @@ def reference_job(url: str, open_store: OpenStore) -> Job:
         raise InputError(f"{url}: {what}", hint="name files of rows as SOURCE") from error
     places = list(filter(None, map(str.strip, listed.split("\n"))))
     chunks: list[Chunk] = []
+    seen = set[str]()
     described: list[SourceFile] = []
     columns: dict[str, None] = {}
     row = num_broken = 0
@@ -294,6 +295,9 @@ def reference_job(url: str, open_store: OpenStore) -> Job:
             if files.is_local(full):  # no key may have a ".."
                 scheme, separator, path = full.rpartition("://")
                 full = scheme + separator + posixpath.normpath(path)
+            if full in seen:
+                raise InputError(f"{url}: names {full} twice", hint="name it once, or a copy of it")
+            seen.add(full)
             root, key = split_name(full)
             name = layout.chunk_name(len(chunks), len(places))
             try:

@@ -190,19 +190,8 @@ class BucketStore:
                 if not after.startswith(self._root + prefix):
                     if key > prefix:
                         return
-                elif item["size"] or not self._is_folder(after):
+                elif item["size"]:  # consoles make empty objects to show a folder
                     yield self._info(key, item)
-
-    def _is_folder(self, path: str) -> bool:
-        """Whether an empty object's key ends with a slash, which listings of obstore do not show.
-
-        Web consoles make such objects to show a folder.
-        """
-        try:
-            self._ask("", lambda: self._store.head(path))
-        except ObjectNotFound:
-            return True
-        return False
 
     def _info(self, key: str, item: Mapping[str, Any]) -> ObjectInfo:
         return ObjectInfo(

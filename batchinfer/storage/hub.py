@@ -5,6 +5,7 @@ huggingface_hub and fsspec take their time to load, so only the functions that u
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,6 +17,7 @@ from batchinfer.core.errors import (
     BatchinferError,
     InputError,
     ObjectNotFound,
+    ScratchFull,
     StorageError,
 )
 from batchinfer.storage import Object, ObjectInfo, check_key, check_prefix
@@ -25,6 +27,8 @@ from batchinfer.storage.scratch import scratch_errors
 
 T = TypeVar("T")
 
+_FULL, _REFUSED = (errno.ENOSPC, errno.EDQUOT), (errno.EACCES, errno.EPERM, errno.EROFS)
+_DISK = "see to the disk, or name other folders with HF_HOME (what is kept of the Hub) and TMPDIR or --scratch-dir"
 _CLIENTS = {
     *("fsspec", "httpcore", "httpcore2", "httpx", "httpx2", "huggingface_hub", "requests"),
     "urllib3",
@@ -112,6 +116,13 @@ def _translate(error: Exception, subject: str, otherwise: str) -> BatchinferErro
     if type(error) is RuntimeError and isinstance(cause, Exception):
         return _translate(cause, subject, otherwise)
     status = _status(error)
+    if isinstance(error, OSError) and status is None and error.errno in (*_FULL, *_REFUSED):
+        what = f"{subject}: cannot be kept on this machine ({error})"
+        # A server's refusal may be a PermissionError, too; it names no file.
+        if error.errno in _FULL:
+            return ScratchFull(what, hint=_DISK)
+        if error.filename is not None:
+            return AccessDenied(what, hint=_DISK)
     facts = {each.__name__ for each in type(error).__mro__}
     if status is not None:
         facts |= {str(status), f"{status // 100}xx", "status"}

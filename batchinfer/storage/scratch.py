@@ -114,10 +114,11 @@ def _sweep(base: Path) -> None:
     for folder in base.glob(_PREFIX + "*"):
         try:
             # Anybody may put a link or a folder into a shared place. Nothing is made in those of other users.
-            found = folder.lstat()
-            if found.st_uid != os.getuid() or time.time() - found.st_mtime < _MAKING_SECONDS:
+            found, place = folder.lstat(), folder / _LOCK
+            made = (place if place.exists() else folder).lstat().st_mtime
+            if found.st_uid != os.getuid() or time.time() - made < _MAKING_SECONDS:
                 continue
-            with (folder / _LOCK).open("ab") as lock:
+            with place.open("ab") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
         except OSError:

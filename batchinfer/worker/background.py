@@ -17,7 +17,7 @@ from types import FrameType
 from typing import TypeVar
 
 from batchinfer.core.clock import Clock
-from batchinfer.core.errors import BatchinferError, Interrupted
+from batchinfer.core.errors import BatchinferError, Interrupted, StorageError
 
 T = TypeVar("T")
 
@@ -133,7 +133,11 @@ class Background:
                 pending.set_exception(error)
             self.wake()
 
-        threading.Thread(target=job, name="batchinfer", daemon=True).start()
+        try:
+            threading.Thread(target=job, name="batchinfer", daemon=True).start()
+        except RuntimeError as error:
+            hint = "more memory or processes are needed, or less at once: --max-num-seqs"
+            pending.set_exception(StorageError(f"no thread can be started: {error}", hint=hint))
         return pending
 
     def every(self, interval_seconds: float, work: Callable[[], None]) -> Callable[[], None]:

@@ -103,6 +103,8 @@ def _keep_good_rows(chunk: OpenChunk, base: int, run: RunAccess) -> None:
     hint = f"restore it, or do the chunk again from the start: {redo}"
     if before is None:
         raise InputError(f"{chunk.name}: its marker of generation {base} is gone", hint=hint)
+    if before.chunk_sha256 != chunk.local.sha256:  # job.json was replaced by hand
+        raise InputError(f"{chunk.name}: was changed after it was done", hint=hint)
     refuse_foreign({chunk.name: before.fingerprint}, run.fingerprint, url=run.store.url)
     path = run.scratch.new_path(f"{chunk.name}.before")
     try:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _MMAP_THRESHOLD = -3
 """M_MMAP_THRESHOLD of malloc.h."""
-_MAX_OPEN_FILES = 10_240
+_MAX_OPEN_FILES, _FEWER_OPEN_FILES = 65_536, 10_240
 _MOST_SEEDS = 2**32
 """Number of seeds that the libraries take with which a server seeds itself."""
 _YES, _NO = ("1", "true", "yes"), ("0", "false", "no")
@@ -133,9 +133,12 @@ def _raise_file_limit() -> None:
     Hundreds of small chunks may be open at a time, and each open chunk has two open files.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= soft < _MAX_OPEN_FILES:  # infinity is negative
-        with contextlib.suppress(ValueError, OSError):  # of a lower hard limit
-            resource.setrlimit(resource.RLIMIT_NOFILE, (_MAX_OPEN_FILES, hard))
+    wanted = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        for most in (wanted, _FEWER_OPEN_FILES):  # macOS has a lower limit than it says
+            with contextlib.suppress(ValueError, OSError):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+                return
 
 
 def _give_large_blocks_back() -> None:

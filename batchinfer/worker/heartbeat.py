@@ -26,7 +26,6 @@ from batchinfer.ledger.claims import LAPSES_WITHOUT_STORAGE, LEASES_WITHOUT_STOR
 from batchinfer.ledger.own_record import OwnRecord
 from batchinfer.storage import Store
 from batchinfer.worker.background import Background, Stopper, unless_stopped
-from batchinfer.worker.limits import check_limits
 from batchinfer.worker.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -130,7 +129,6 @@ class Heartbeat:
             if lease.renew(self._telemetry.latest) and lease.is_held():
                 self._statistics.overwrite(self._telemetry.up_to_date())
             check_stop_request(self._store)
-            check_limits(self._telemetry.up_to_date())
         except StorageError as error:
             tell(logger, "heartbeat_failed", "heartbeat: {}", error, level=logging.WARNING)
         except BatchinferError as error:

@@ -15,7 +15,7 @@ from batchinfer.cli.options import recorded_values
 from batchinfer.cli.server_args import without_secrets_in
 from batchinfer.core import layout
 from batchinfer.core.counts import most_common
-from batchinfer.core.errors import BatchinferError, ConfigError, ErrorRateExceeded
+from batchinfer.core.errors import BatchinferError, ConfigError, ErrorRateExceeded, RunMismatch
 from batchinfer.core.records import EngineInfo, Run
 from batchinfer.core.redaction import redact, without_secrets
 from batchinfer.engines import Engine
@@ -112,7 +112,11 @@ class Membership:
         """
         assert self.run is not None, "a worker without run.json joins the run before its end"
         run = self.run
-        join_run(self._store, run.config, run.recorded, nonce=run.nonce)
+        try:
+            join_run(self._store, run.config, run.recorded, nonce=run.nonce)
+        except RunMismatch as error:
+            error.hint = "put back the run.json that was replaced; `batchinfer verify` tells which chunks are of which"
+            raise
 
     def join(self, info: EngineInfo, *, nonce: str, marked: dict[str, str]) -> Run:
         """Create run.json, or check that the existing run.json has the same configuration. See ledger.runs.join_run."""
@@ -316,7 +320,7 @@ def check_error_rate(
     is_over = rows_error >= least and rows_error > most * (rows_ok + rows_error + num_pending)
     if not is_over or (config.retry_errors and (rows_ok or not is_end)):
         return
-    lines = [f"{rows_error} of {rows_ok + rows_error} rows failed"]
+    lines = [f"{rows_error} of {rows_ok + rows_error} rows failed, {most:.1%} may"]
     for code, count in most_common(telemetry.counts.errors)[:3]:
         example = telemetry.examples.get(code)
         where = f", e.g. {example.chunk} line {example.line}: {example.message}" if example else ""
@@ -324,5 +328,5 @@ def check_error_rate(
     raise ErrorRateExceeded(
         "\n  ".join(lines),
         hint="fix the prompt options or the data; rows done so far are kept, --retry-errors asks failed ones "
-        "again, and --max-error-rate 1 goes on in spite of them",
+        "again, `batchinfer status` counts them, and --max-error-rate 1 goes on in spite of them",
     )

@@ -6,11 +6,16 @@ budget of a run among its workers. Nothing is written that would keep a later st
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from batchinfer.core import units
 from batchinfer.core.errors import LimitReached
 from batchinfer.core.records import Money, Worker
+from batchinfer.worker.background import Background, Stopper
+from batchinfer.worker.telemetry import Telemetry
+
+_CHECK_SECONDS = 1.0
 
 
 def check_limits(record: Worker) -> None:
@@ -27,6 +32,25 @@ def check_limits(record: Worker) -> None:
         f"worker {record.id} {said}; finished rows are saved",
         hint="to go on where it stopped, start it again with a higher limit, or without one",
     )
+
+
+def watch_limits(
+    telemetry: Telemetry, stopper: Stopper, background: Background
+) -> Callable[[], None]:
+    """Ask for a stop within a second after a limit is reached. Returns a function that ends the watch.
+
+    Raises:
+        LimitReached: It was reached before.
+    """
+    check_limits(telemetry.up_to_date())
+
+    def check() -> None:
+        try:
+            check_limits(telemetry.up_to_date())
+        except LimitReached as error:
+            stopper.request(error)
+
+    return background.every(_CHECK_SECONDS, check)
 
 
 def limits_result(record: Worker) -> dict[str, Any]:

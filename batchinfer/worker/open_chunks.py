@@ -17,6 +17,7 @@ from batchinfer.core.errors import BatchinferError
 from batchinfer.core.events import tell
 from batchinfer.core.records import FinishedRow, Marker, RowKey
 from batchinfer.ledger.claims import Held
+from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.ledger.publishing import Published
 from batchinfer.worker.chunk import OpenChunk
 from batchinfer.worker.chunk_life import MAX_WRITING, Ending, Hall, Life
@@ -112,7 +113,7 @@ class OpenChunks:
             # bucket becomes slower.
             missing = rows_wanted + int(2 * rate * self._opening_seconds)
             missing -= rows_built + self.num_unread
-            missing -= sum(life.ref.rows_to_do for life in self._opening())
+            missing -= sum(_expected_rows(life.ref) for life in self._opening())
             found_done = self._ring.tick(is_hungry=missing > 0)
             self._begin_lives(missing)
         self.telemetry.workload.done(*found_done - self.open.keys())
@@ -201,7 +202,7 @@ class OpenChunks:
             self._ring.started(ref.name)
             life = Life(ref, self._hall, environment.background.event())
             self._lives[ref.name] = life, environment.background.submit(life.live)
-            missing -= ref.rows_to_do
+            missing -= _expected_rows(ref)
 
     def _has_disk_left(self) -> bool:
         chunks = self.open.values()
@@ -245,3 +246,8 @@ class OpenChunks:
             ring.ended(name, is_given_up=True)
         if life.chunk is not None:
             telemetry.chunk_closed(life.chunk, outcome)
+
+
+def _expected_rows(ref: ChunkRef) -> int:
+    """Number of rows to count on of a chunk that is being opened: of a repair, most are done already."""
+    return 1 if ref.generation else ref.rows_to_do

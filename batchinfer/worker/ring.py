@@ -45,6 +45,8 @@ class _Circle:
     def __init__(self, refs: Mapping[str, ChunkRef], worker_id: str) -> None:
         self.names = dict(blocks_of(refs))
         """The names of each block's chunks, by the key of the note that they are done."""
+        self.complete: set[str] = set()
+        """Keys of the notes that were seen."""
         self._blocks = deque(self.names.items())
         self.num_left = len(self._blocks)
         """Blocks that this round has not looked at."""
@@ -218,15 +220,17 @@ class Ring:
         own = self._own_left
         block.sort(key=lambda name: (name not in own, zlib.crc32(f"{worker_id} {name}".encode())))
         wanted = {name: self._refs[name].generation for name in block}
-        is_rest_done = not self._has_given_up and self._busy.isdisjoint(self._circle.names[key])
-        self._looking = self._environment.background.submit(
-            partial(look_at_block, store, claims, wanted, key, is_rest_done=is_rest_done)
-        )
+        whole = {name: self._refs[name].generation for name in self._circle.names[key]}
+        look = partial(look_at_block, store, claims, wanted, own.intersection(block))
+        self._looking = self._environment.background.submit(partial(look, key=key, block=whole))
 
     def _take_in(self, survey: Survey) -> set[str]:
         assert self._circle is not None
         circle = self._circle
-        done = survey.done.union(*(circle.names.pop(key, ()) for key in survey.complete))
+        new = survey.complete - circle.complete
+        circle.complete |= new
+        done = set[str]().union(*(circle.names.get(key, ()) for key in new)) - self._own_left
+        done |= survey.done
         self._settle(done)
         free, lapsed = survey.unclaimed, survey.lapsed
         # Each worker shuffles the unclaimed chunks in its own order, so that they seldom compete for one claim.

@@ -30,7 +30,7 @@ from batchinfer.storage.scratch import Scratch
 from batchinfer.worker.background import WhileLoading, unless_stopped
 from batchinfer.worker.heartbeat import Heartbeat, check_stop_request
 from batchinfer.worker.joining import Membership, check_error_rate, make_result, read_work
-from batchinfer.worker.limits import check_limits
+from batchinfer.worker.limits import watch_limits
 from batchinfer.worker.main_loop import MainLoop
 from batchinfer.worker.metrics_server import serve_metrics
 from batchinfer.worker.open_chunks import OpenChunks
@@ -106,7 +106,7 @@ class _Start:
             self._turn = heartbeat.turned
             heartbeat.start(environment.background, stack, max_attempts=self.config.max_attempts)
             try:
-                check_limits(telemetry.up_to_date())
+                stack.callback(watch_limits(telemetry, environment.stopper, environment.background))
                 engine = environment.create_engine(self.config.engine)
                 stack.callback(engine.close)
                 self._work(membership, engine, heartbeat, scratch, stack)
@@ -337,7 +337,6 @@ def _undone(failures: dict[str, BatchinferError]) -> StorageError:
         for name, error in list(failures.items())[:5]
     ]
     return StorageError(
-        f"{units.many(len(failures), 'chunk')} could not be done; all others are:\n"
-        + "\n".join(lines),
+        f"{units.many(len(failures), 'chunk')} could not be done:\n" + "\n".join(lines),
         hint="fix them, then start the same command again",
     )

@@ -293,6 +293,8 @@ def test_files_that_cannot_be_chunks_are_refused(tmp_path):
     place = make_list(tmp_path / "data")
     place.write_text("list.txt\n")
     refused("holds no JSON object", [], tmp_path / "job", by_reference=str(place))
+    place.write_text("b.jsonl\n./b.jsonl\n")
+    refused("twice", [], tmp_path / "job", by_reference=str(place))
     assert not (tmp_path / "job").exists()
 
 

@@ -7,6 +7,7 @@ from batchinfer.core.errors import (
     AccessDenied,
     InputError,
     ObjectNotFound,
+    ScratchFull,
     StorageError,
 )
 from batchinfer.storage.hub import ReadOnlyStore, hub_errors
@@ -90,7 +91,8 @@ def outage_behind(error: Exception) -> Exception:
         (make_error(client_errors.LocalEntryNotFoundError), TransientError, "HF_ENDPOINT"),
         (make_error(client_errors.HfHubHTTPError, 429), TransientError, "answered 429"),
         (ConnectionError("no route"), TransientError, "HTTPS_PROXY"),
-        (OSError(28, "No space left on device"), TransientError, "No space left on device"),
+        (OSError(28, "No space left on device"), ScratchFull, "--scratch-dir"),
+        (PermissionError(13, "Permission denied", "/cache"), AccessDenied, "HF_HOME"),
         (PermissionError("403"), AccessDenied, "HF_TOKEN"),
         (FileNotFoundError("x"), ObjectNotFound, ""),
         (outage_behind(FileNotFoundError("x")), TransientError, ""),

@@ -16,8 +16,9 @@ from making import python
 
 
 def make_old(folder):
+    """Say that a process has made its lock some seconds ago."""
     then = time.time() - 11
-    os.utime(folder, (then, then))
+    os.utime(folder / "lock", (then, then))
 
 
 def test_the_folder_of_a_killed_worker_is_removed_by_the_next_one(tmp_path):

@@ -127,6 +127,15 @@ def test_an_output_that_was_edited_is_not_taken_up_for_its_repair(store, source,
     assert "--redo texts" in caught.value.hint
 
 
+def test_answers_to_another_text_are_not_taken_up_for_a_repair(store, source, scratch):
+    """job.json was put back to an older one: the new marker vouched for answers to rows that were gone."""
+    built = build_output(scratch.new_path("output"), [FAILED, output_line(1)])
+    marker = marker_record(chunk=REF.key, chunk_sha256="0" * 64, rows_ok=1, rows_error=1)
+    publish(store, HeldLease("n"), built, marker, chunk="texts", leftovers=[])
+    with pytest.raises(InputError, match="was changed after it was done"):
+        opened(REF._replace(generation=1, base=0), store, source, scratch)
+
+
 def test_a_chunk_that_cannot_be_opened_leaves_no_copy(store, source, scratch, monkeypatch):
     """Each attempt left one, and nobody counted them: the disk was full in the end."""
     monkeypatch.setattr(chunk_opening, "Spool", Mock(side_effect=StorageError("too many files")))

@@ -39,6 +39,12 @@ def test_a_worker_ends_at_its_limit_and_goes_on_with_a_higher_one(stage, limit):
     assert len(stage.finished) == len(set(stage.finished))
 
 
+def test_a_limit_is_seen_between_two_heartbeats(stage):
+    ending = stage.run(lease_seconds=3600.0, within_seconds=6000.0, **COST)
+    assert isinstance(ending.error, LimitReached)
+    assert up_seconds(stage) < 85
+
+
 def test_with_the_limit_that_it_has_reached_a_worker_generates_nothing_and_tries_nothing_in_vain(
     stage,
 ):

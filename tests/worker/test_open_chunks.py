@@ -91,6 +91,15 @@ def test_a_worker_whose_first_answers_take_long_leaves_other_chunks_to_others(cl
     assert [each.kwargs["is_hungry"] for each in ring.tick.mock_calls] == [False, True, False]
 
 
+def test_several_chunks_of_a_repair_are_opened_at_once(clock):
+    """Each has few rows left: one at a time, the engine was idle."""
+    refs = [ChunkRef(f"c{n}", "", "c", rows=1000, generation=1, base=0) for n in range(9)]
+    ring = Mock(tick=Mock(return_value=set()), next=Mock(side_effect=refs))
+    chunks = chunks_of(clock, ring=ring, background=Mock(submit=lambda _work: Future()))
+    chunks.tick(0, 256)
+    assert len(chunks._lives) == chunks._limits.max_openings > 1
+
+
 def test_an_idle_engine_has_rows_as_soon_as_their_chunk_is_open(
     monkeypatch,
 ):

@@ -17,7 +17,7 @@ from batchinfer.ledger.survey import MOST_SAMPLED
 from batchinfer.worker.ring import Ring
 from counting_store import CountingStore
 from fakes import Done, FakeClock, MemoryStore, lease_record, marker_record
-from making import overwrite
+from making import overwrite, put_raw
 from simulation.stage import Stage
 
 LEASE_SECONDS = 120.0
@@ -34,6 +34,7 @@ class Idle:
         *,
         num_workers: int = 2,
         beside: "Idle | None" = None,
+        num_own: int = 0,
         generation: int = 0,
     ) -> None:
         self.clock = FakeClock()
@@ -45,7 +46,7 @@ class Idle:
         lease = Lease(self.store, "w0", self.clock, lease_seconds=LEASE_SECONDS, nonce="n")
         claims = Claims(self.store, lease, self.clock)
         self.ring = Ring(
-            [],
+            [refs[each] for each in self.names[:num_own]],
             environment=SimpleNamespace(clock=self.clock, background=SimpleNamespace(submit=Done)),
             run=SimpleNamespace(store=self.store, lease=lease, claims=claims),
             everything=lambda: refs,
@@ -142,6 +143,41 @@ def test_what_one_idle_worker_has_seen_done_the_others_know_at_once(generation):
     found = second.find(most_ticks=3)
     assert bool(found) == bool(generation)
     assert generation or second.store.requests.total() == 1
+
+
+@pytest.mark.parametrize("harm", ["removed", "damaged"])
+def test_a_worker_does_not_believe_a_note_of_its_own_chunks(harm):
+    """Another does the chunk again, and may be killed; who then had ended with success was nobody's help."""
+    first = Idle(20)
+    first.finish(*first.names)
+    assert first.find(most_ticks=10) is None
+    second = Idle(20, beside=first, num_own=1)
+    key = layout.marker_key(first.names[0])
+    first.memory.delete([key])
+    if harm == "damaged":
+        put_raw(first.memory, key, 600 * b"x")
+    first.claim(first.names[0], "busy")
+    assert second.ring.next().name == first.names[0]
+    second.ring.ended(first.names[0])  # it is held
+    for beat in range(2, 6):
+        first.beat("busy", beat)
+        second.tick(seconds=30.0)
+        assert not second.ring.is_finished
+    second.tick(seconds=LEASE_SECONDS)
+    assert second.find(most_ticks=30, seconds=10.0) == first.names[0]
+
+
+def test_what_was_removed_since_is_not_said_to_be_done():
+    """`clean --redo` removes markers, and the notes, while workers run."""
+    first = Idle(1000)
+    first.finish(*first.names[1:])
+    first.claim(first.names[0], "busy")
+    first.tick()
+    first.memory.delete([layout.marker_key(first.names[1])])
+    first.finish(first.names[0])
+    for _ in range(3):
+        first.tick(seconds=60.0)
+    assert not list(first.memory.list(layout.COMPLETE))
 
 
 @pytest.mark.parametrize("left", ["undone", "open here", "given up"])
