@@ -115,8 +115,8 @@ class Membership:
         try:
             join_run(self._store, run.config, run.recorded, nonce=run.nonce)
         except RunMismatch as error:
-            error.hint = "put back the run.json that was replaced; `batchinfer verify` tells which chunks are of which"
-            raise
+            hint = "put back the run.json that was replaced; `batchinfer verify` tells which chunks are of which"
+            raise RunMismatch(error.message, hint=hint) from error
 
     def join(self, info: EngineInfo, *, nonce: str, marked: dict[str, str]) -> Run:
         """Create run.json, or check that the existing run.json has the same configuration. See ledger.runs.join_run."""

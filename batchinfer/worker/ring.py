@@ -45,8 +45,8 @@ class _Circle:
     def __init__(self, refs: Mapping[str, ChunkRef], worker_id: str) -> None:
         self.names = dict(blocks_of(refs))
         """The names of each block's chunks, by the key of the note that they are done."""
-        self.complete: set[str] = set()
-        """Keys of the notes that were seen."""
+        self._complete: set[str] = set()
+        """Keys of the notes that were read."""
         self._blocks = deque(self.names.items())
         self.num_left = len(self._blocks)
         """Blocks that this round has not looked at."""
@@ -68,6 +68,12 @@ class _Circle:
             if names := [name for name in names if name not in busy]:
                 return key, names
         return "", []
+
+    def read_notes(self, keys: frozenset[str]) -> set[str]:
+        """Return the chunks of those blocks that are done by notes which were not read before."""
+        new = keys - self._complete
+        self._complete |= new
+        return set[str]().union(*(self.names.get(key, ()) for key in new))
 
     def begin_round(self, *, at_last: bool) -> None:
         """Look at every block again; `at_last`: beginning with the one that was looked at last."""
@@ -227,10 +233,7 @@ class Ring:
     def _take_in(self, survey: Survey) -> set[str]:
         assert self._circle is not None
         circle = self._circle
-        new = survey.complete - circle.complete
-        circle.complete |= new
-        done = set[str]().union(*(circle.names.get(key, ()) for key in new)) - self._own_left
-        done |= survey.done
+        done = survey.done | (circle.read_notes(survey.complete) - self._own_left)
         self._settle(done)
         free, lapsed = survey.unclaimed, survey.lapsed
         # Each worker shuffles the unclaimed chunks in its own order, so that they seldom compete for one claim.

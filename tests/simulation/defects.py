@@ -148,11 +148,10 @@ def resumed_rows_off_by_one(real: Any, self: Segments) -> Iterator[FinishedRow]:
 
 
 @instead_of(ring, "look_at_block")
-def block_noted_before_it_is_complete(real: Any, *look: Any, is_rest_done: bool) -> Any:
-    """A worker tells the others that a block is done when it has looked at it."""
-    store, _claims, _generations, key = look
-    put_raw(store, key, b"complete")
-    return real(*look, is_rest_done=is_rest_done)
+def block_noted_before_it_is_complete(real: Any, store: Store, *look: Any, **block: Any) -> Any:
+    """A worker tells the others that a block is done when it has looked at it, and they believe it of their chunks."""
+    put_raw(store, block["key"], b"complete")
+    return real(store, *look[:2], (), **block)
 
 
 @instead_of(Claims, "take")

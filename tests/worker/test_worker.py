@@ -197,7 +197,9 @@ def test_rows_that_were_resumed_are_among_those_that_did_not_fail(tmp_path):
 
 def test_nearly_all_of_the_first_rows_failing_alike_ends_the_worker(tmp_path):
     rows = [prompt_if(True)] * 2 + [{"other": "1"}] * 3000
-    with pytest.raises(ErrorRateExceeded, match=r"rows failed, 95.0% may\n  .* x missing_column") as caught:
+    with pytest.raises(
+        ErrorRateExceeded, match=r"rows failed, 95.0% may\n  .* x missing_column"
+    ) as caught:
         work_over(tmp_path, rows)()
     assert caught.value.exit_status == 3
     assert "e.g. part-00000 line 2: column 'prompt' is not in the row" in caught.value.message
