@@ -178,6 +178,8 @@ def _make(config: SplitConfig, existing: Job | None, store: Store, counted: Sour
     )
     if existing is not None:
         _check_same(config, existing, wanted)
+        if existing.generation:
+            writer.write_manifests(store, existing)  # an append may have been killed before
         return existing
     bounds: list[int] = []
     if counted is not None:
