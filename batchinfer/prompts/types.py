@@ -94,7 +94,7 @@ class PromptConfig(Record, frozen=True, kw_only=True):
     pair_columns: Annotated[list[str], Opt(form="names", metavar="A,B")] = []
     """Two columns: texts for --task score, a query and its documents for --task rerank."""
     prompt_template: Annotated[str, Opt(form="template", metavar="FILE")] = ""
-    """Jinja file over the row's columns, or the name of a template; list shows the names."""
+    """Jinja file over the row's columns, or the name of a template: alpaca, gpteacher, sharegpt, completion."""
     as_chat: bool = False
     """Send the prompt as one user message through the chat template."""
     system_prompt: Annotated[str, Opt(form="text")] = ""

@@ -20,8 +20,9 @@ import click
 from batchinfer.cli.help import COMMON
 from batchinfer.cli.options import F, value_of, values_of
 from batchinfer.cli.options import options as options_from
-from batchinfer.cli.server_args import ServerCommand, check_server_args
+from batchinfer.cli.server_args import ServerCommand, check_server_args, without_secrets_in
 from batchinfer.cli.settings import common_options, show_config
+from batchinfer.cli.terminal import say
 from batchinfer.core import layout
 from batchinfer.core.errors import ConfigError
 from batchinfer.core.records import Record
@@ -105,6 +106,8 @@ def work(options: dict[str, Any], variables: dict[str, str]) -> dict[str, Any]:
             f"--node-rank {engine.node_rank} without --headless: only node 0 is a worker",
             hint="add --headless on the other nodes",
         )
+    if engine.engine == "echo" and engine.server_args:
+        say(f"--engine echo does not check {' '.join(without_secrets_in(engine.server_args))}")
     show_progress = Progress(sys.stderr)
     outside = real_environment(grace_seconds=options["grace_seconds"], show_progress=show_progress)
     _raise_file_limit()
