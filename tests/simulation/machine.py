@@ -133,31 +133,27 @@ class _Gate:
 
 
 class SimBackground:
-    """As background.Background: some hands for all work, and timers."""
+    """As background.Background: every piece of work on a thread of its own, and timers."""
 
-    def __init__(
-        self,
-        process: Process,
-        *,
-        num_hands: int,
-        latency_seconds: float,
-        waits: SimBackground | None = None,
-    ) -> None:
+    def __init__(self, process: Process, *, latency_seconds: float) -> None:
         self._process = process
-        self._waits = waits or self
-        """The background whose `wait` is ended by work that finishes here."""
         self._random = process.scheduler.random
-        self._num_idle = num_hands
-        self._queue: deque[tuple[_Job, Callable[[], Any]]] = deque()
         self._latency_seconds = latency_seconds
         self._finished = _Event(process, self._delay)
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         job = _Job(self._is_late)
-        self._queue.append((job, work))
-        if self._num_idle:
-            self._num_idle -= 1
-            self._process.spawn(self._hand, delay=self._delay())
+
+        def thread() -> None:
+            try:
+                settle = partial(job.set_result, work())
+            except Exception as error:  # noqa: BLE001 - handed to whoever asks for the result
+                settle = partial(job.set_exception, error)
+            self._process.sleep(self._delay())
+            settle()
+            self.wake()
+
+        self._process.spawn(thread, delay=self._delay())
         return job
 
     def event(self) -> _Event:
@@ -179,39 +175,18 @@ class SimBackground:
         self._process.spawn(loop)
         return lambda: cancelled.append(True)
 
-    def beside(self, num_threads: int) -> SimBackground:
-        return SimBackground(
-            self._process, num_hands=num_threads, latency_seconds=self._latency_seconds, waits=self
-        )
-
     def wait(self, timeout_seconds: float) -> None:
         self._finished.wait(timeout_seconds)
         self._finished.clear()
-
-    def close(self) -> None:
-        self._queue.clear()
-
-    def _hand(self) -> None:
-        while self._queue:
-            job, work = self._queue.popleft()
-            try:
-                settle = partial(job.set_result, work())
-            except Exception as error:  # noqa: BLE001 - handed to whoever asks for the result
-                settle = partial(job.set_exception, error)
-            del work  # what it holds may be large
-            self._process.sleep(self._delay())
-            settle()
-            self._waits.wake()
-        self._num_idle += 1
 
     def wake(self) -> None:
         self._finished.set()
 
     def _is_late(self) -> bool:
-        # Work on threads of its own often ends between two questions whether it has ended. A wait ends then.
-        is_late = self._waits is not self and self._random.random() < 0.3
+        # Work often ends between two questions whether it has ended. A wait ends then.
+        is_late = self._random.random() < 0.3
         if is_late:
-            self._waits.wake()
+            self.wake()
         return is_late
 
     def _delay(self) -> float:
@@ -421,7 +396,6 @@ def make_environment(
     engine: Callable[[], SimEngine],
     skew_seconds: float = 0.0,
     grace_seconds: float = 3.0,
-    num_hands: int = 1000,
     tries_store: bool = False,
     background: type[SimBackground] = SimBackground,
     store: type[SimStore] = SimStore,
@@ -435,7 +409,7 @@ def make_environment(
 
     return Environment(
         clock=clock,
-        background=background(process, num_hands=num_hands, latency_seconds=0.01),
+        background=background(process, latency_seconds=0.01),
         open_store=open_store,
         probe=check_preconditions if tries_store else lambda _store: None,
         create_engine=lambda _config: engine(),

@@ -313,7 +313,6 @@ class Campaign:
             process,
             self.network,
             engine=lambda: CoarseEngine(process, traits, self),
-            num_hands=8000,
             background=PatientBackground,
             store=PlainStore,
         )

@@ -352,7 +352,6 @@ class Scenario:
             engine=lambda: SimEngine(process, plot.engine, self.oracle),
             skew_seconds=slot.skew_seconds,
             grace_seconds=plot.grace_seconds,
-            num_hands=chance.choice([2, 8]) * 1000,
             tries_store=chance.random() < 0.3,
         )
         start = Start(slot, process, environment)
