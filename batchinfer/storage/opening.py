@@ -155,7 +155,7 @@ def open_store(url: str, *, retries: RetryPolicy | None = None) -> Store:
 def check_preconditions(store: Store, prefix: str = layout.PROBES) -> None:
     """Refuse a store that does not honour create-only and if-match. Tries both on a test object, in eight requests.
 
-    A process killed half way leaves one small object below `prefix`.
+    A process that is killed half way, or whose store fails, leaves one small object below `prefix`.
 
     Raises:
         ConfigError: A second create or a replace with an outdated etag was not refused, or is not supported.
@@ -169,11 +169,10 @@ def check_preconditions(store: Store, prefix: str = layout.PROBES) -> None:
         found = (
             f"a conditional write was tried, and the store does not support it ({error.message})"
         )
-    finally:
-        try:
-            store.delete([key])
-        except AccessDenied as error:
-            logger.warning("cannot remove the probe %s: %s", key, error)
+    try:
+        store.delete([key])
+    except AccessDenied as error:
+        logger.warning("cannot remove the probe %s: %s", key, error)
     if found:
         raise ConfigError(
             f"{store.url}: {found}; workers share a run by such writes",

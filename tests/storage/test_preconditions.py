@@ -4,7 +4,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from batchinfer.core.errors import AccessDenied, ConfigError, PreconditionFailed
+from batchinfer.core.errors import AccessDenied, ConfigError, PreconditionFailed, StorageError
 from batchinfer.storage import opening
 from batchinfer.storage.opening import check_preconditions
 from batchinfer.storage.retrying import NotSupported
@@ -61,6 +61,16 @@ def test_a_run_is_tried_once_and_again_where_it_was_copied_to(tmp_path, monkeypa
     shutil.copytree(run, copy)
     run_worker_here(job, copy)
     assert tried == [run, copy]
+
+
+def test_a_store_that_cannot_be_reached_is_not_asked_again(store, monkeypatch):
+    """To remove what was never there took another minute of retries."""
+    delete = Mock()
+    monkeypatch.setattr(store, "create", Mock(side_effect=StorageError("no answer")))
+    monkeypatch.setattr(store, "delete", delete)
+    with pytest.raises(StorageError, match="no answer"):
+        check_preconditions(store)
+    delete.assert_not_called()
 
 
 def test_probe_that_cannot_be_removed_is_only_a_warning(store, caplog, monkeypatch):
