@@ -36,7 +36,7 @@ class Survey(NamedTuple):
     owners: list[WorkerLease]
     """The records of living workers that hold one of the chunks, for each of these chunks."""
     num_reads: int
-    """About how many requests it took."""
+    """About how many requests it took, but for those of notes, which are few and have a prefix of their own."""
     complete: frozenset[str] = frozenset()
     """Keys of the blocks of which some worker has noted that all of their chunks are done."""
 
@@ -139,7 +139,7 @@ def look_at_block(
         if all(markers.get(name, -1) >= block[name] for name in others):
             with contextlib.suppress(AlreadyExists):
                 store.create(key, b"complete\n")
-    return survey._replace(num_reads=survey.num_reads + 1, complete=complete)
+    return survey._replace(complete=complete)
 
 
 def look_at_neighbours(
@@ -157,12 +157,11 @@ def look_at_neighbours(
     beginning = beginning_of(generations)
     markers = newest_markers(store, beginning)
     done = {name for name in generations if markers.get(name, -1) >= generations[name]}
+    doubtful = done.intersection(own)
+    done -= {name for name in doubtful if read_marker(store, name, markers[name])[0] is None}
     num_reads = 2 + 2 * len(
-        done.intersection(own)
-    )  # at first pages, of a thousand outputs and their markers
-    done -= {
-        name for name in done.intersection(own) if not read_marker(store, name, markers[name])[0]
-    }
+        doubtful
+    )  # pages of a thousand outputs and their markers; and those that were read
     may_be_claimed = set[str]()
     if not done >= generations.keys():
         infos = store.list(layout.CLAIMS + beginning)
