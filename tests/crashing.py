@@ -26,6 +26,8 @@ _CHANGES = {f"os.{name}" for name in ("link", "mkdir", "remove", "rename", "rmdi
 _WRITES = os.O_WRONLY | os.O_RDWR
 _RANDOM = re.compile(r"[0-9a-f]{12,}")
 """Parts of names that differ from run to run."""
+_MADE = re.compile(rb"as of [0-9-]+ [0-9:]+ UTC")
+"""What a page says about when it was made."""
 
 
 def crash_everywhere(
@@ -123,7 +125,7 @@ def _main(command: list[str], wanted: list[str], start: str, step: int) -> None:
 
     def found() -> dict[str, bytes]:
         places = [path for pattern in wanted for path in folder.glob(pattern) if path.is_file()]
-        return {str(path.relative_to(folder)): path.read_bytes() for path in places}
+        return {str(path.relative_to(folder)): _MADE.sub(b"", path.read_bytes()) for path in places}
 
     begin()
     status, said = _run_in_fork(command, folder, None)
