@@ -71,7 +71,7 @@ _TURN_SECONDS = 15.0
 _SNAPSHOT_SECONDS = 25.0
 """Time between two copies of a worker's counters for its record, which is written every 30 s."""
 _ANSWER = json.dumps({"choices": [{"text": "said", "finish_reason": "stop"}]}).encode()
-_POLL_SECONDS = 0.5
+_POLL_SECONDS = 2.0
 """Least time for which a worker waits for background work that does not finish, as one with an idle engine does."""
 
 
