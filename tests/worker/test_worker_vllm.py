@@ -163,6 +163,7 @@ def metric(port: int, name: str, **labels: str) -> float:
     return next((value for key, value in values.items() if labels.items() <= set(key)), 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("workers_share_demo_engine")
 def test_a_dead_engine_a_sigterm_and_a_resume_change_no_sampled_text(tmp_path, source, capsys):
     """The server's core is killed, and a server started again within the worker. Then the worker is stopped, and
