@@ -19,15 +19,21 @@ from simulation.scheduler import Process, Scheduler
 TESTS = Path(__file__).resolve().parents[1]
 FIRST_SEED = {
     "clean_takes_every_orphan": 100,
+    "deaths_are_not_noted": 12,
+    "dropped_segment": 12,
     "end_is_said_too_early": 30,
     "heart_beats_by_itself": 107,
     "lease_is_not_asked": 32,
-    "leases_lapse_early": 62,
+    "leases_lapse_early": 68,
     "limit_is_forgotten": 42,
-    "loser_deletes_the_winner": 33,
+    "loser_deletes_the_winner": 48,
     "no_fence": 32,
     "other_configuration_let_in": 82,
+    "resumed_rows_off_by_one": 12,
     "row_condemned_in_company": 36,
+    "rows_of_a_dead_engine_are_lost": 12,
+    "segments_of_all_starts_have_the_same_names": 28,
+    "suspects_run_together": 28,
     "torn_segment": 240,  # earlier seeds that meet it crash
 }
 """Where rare defects are looked for, so that the tests are quick. What a seed meets changes with the code: where the
@@ -123,7 +129,7 @@ def test_the_command_fails_and_another_process_replays_the_seed():
         assert done.returncode == 1, done.stderr
         return done.stdout.splitlines()
 
-    lines = run("--seeds", "40", "--jobs", "2", hash_seed="77")
+    lines = run("--start", "30", "--seeds", "10", "--jobs", "2", hash_seed="77")
     seed = lines[-1].removeprefix('replay with: make simulate ARGS="--seed ').rstrip('"')
     [violation] = [line for line in lines if line.startswith(f"seed {seed}: ")]
     here = run("--seed", seed, hash_seed="78")
