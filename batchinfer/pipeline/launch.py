@@ -180,6 +180,7 @@ class Launch:
                 again and again.
         """
         pause, due, best, said, refused = WATCH_SECONDS, 0.0, -1, "", ""
+        num_looks_at_nobody = 0
         while True:
             seen = self._look()
             lost = self._restartable(seen)
@@ -200,7 +201,9 @@ class Launch:
                 for line in cancel_launches(self._store, self._clock, namespace) if coming else ():
                     say(line)
                 return {"rows_done": seen.rows.done, "cost": seen.cost.so_far}
-            if seen.state == "stopped" or not (alive or coming or lost):
+            # Workers may have come and ended after their records were read, and before the cluster was asked.
+            num_looks_at_nobody = 0 if alive or coming or lost else num_looks_at_nobody + 1
+            if seen.state == "stopped" or num_looks_at_nobody == 2:
                 why = "; ".join(sorted({view.reason for view in seen.workers} - {""}))
                 more = f" ({why})" if why else ""
                 raise PolicyStop(f"{seen.run}: is {seen.state}, and no worker is left{more}")

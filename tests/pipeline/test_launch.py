@@ -231,6 +231,21 @@ def test_a_watch_ends_when_its_workers_stop_by_a_rule(job, call):
     assert len(states()) == 2
 
 
+def test_a_watch_looks_again_before_it_says_that_no_worker_is_left(job, call, monkeypatch):
+    """All may have come and ended after it read their records, and before it asked the cluster."""
+    looks = []
+
+    def nobody_at_first(*arguments: Any, **options: Any) -> Overview:
+        seen = run_status(*arguments, **options)
+        looks.append(seen)
+        nobody = [replace(each, coming=0, lost=[]) for each in seen.launches]
+        return seen if len(looks) > 1 else replace(seen, workers=[], launches=nobody)
+
+    monkeypatch.setattr(launch, "run_status", nobody_at_first)
+    done = call(*launching_of(job, "--workers", "1", "--watch"))
+    assert done.status == 0, done.err
+
+
 @pytest.mark.usefixtures("queued")
 def test_a_watch_ends_when_the_run_is_stopped_although_a_worker_is_still_to_come(job, call):
     run = job / "runs/a"
