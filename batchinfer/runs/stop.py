@@ -43,10 +43,10 @@ def run_stop(config: StopConfig, *, store: Store, clock: Clock) -> dict[str, Any
     was_stopped = any(info.key == layout.STOP_KEY for info in store.list(layout.STOP_KEY))
     if config.resume:
         store.delete([layout.STOP_KEY])
-    elif not was_stopped:
+    else:
         # Workers stop because the object exists; what it says only informs people.
         request = {"requested": iso_utc(clock.now())}
-        with contextlib.suppress(AlreadyExists):  # another `stop` has written it meanwhile
+        with contextlib.suppress(AlreadyExists):  # it is stopped already
             store.create(layout.STOP_KEY, codec.encode_pretty(request))
     return {
         "status": "SUCCESS",
