@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from contextlib import closing
 from itertools import accumulate
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from msgspec import Meta
 
@@ -26,7 +26,7 @@ from batchinfer.core.errors import AlreadyExists, BatchinferError, ConfigError
 from batchinfer.core.json_text import read_object
 from batchinfer.core.option_help import Opt
 from batchinfer.core.records import ErrorExample, Marker, Record
-from batchinfer.formats.lines import Answer, OutputLine, answer_of, read_line
+from batchinfer.formats.lines import answer_of, read_line
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.inventory import read_markers
 from batchinfer.ledger.jobs import ChunkRef, OpenStore, job_chunks, split_name
@@ -41,8 +41,6 @@ logger = logging.getLogger(__name__)
 
 MAX_WORKER_ROWS = 300
 """Largest number of workers that are listed in the table."""
-MAX_TEXT, MAX_SETTINGS = 2000, 40_000
-"""Largest numbers of characters that are shown of an answer or a column's value, and of run.json."""
 MOST_BINS = 180
 
 
@@ -77,7 +75,7 @@ def run_report(config: ReportConfig, *, open_store: OpenStore, clock: Clock) -> 
     }
 
 
-def render_page(snapshot: Snapshot, seen: Overview, samples: list[Sample]) -> str:
+def render_page(snapshot: Snapshot, seen: Overview, samples: list[dict[str, Any]]) -> str:
     """Return the whole page as HTML."""
     import jinja2
 
@@ -85,7 +83,6 @@ def render_page(snapshot: Snapshot, seen: Overview, samples: list[Sample]) -> st
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters["cut"] = cut
     style = (files / "report.css").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     examples: dict[str, ErrorExample] = {}
@@ -104,23 +101,8 @@ def render_page(snapshot: Snapshot, seen: Overview, samples: list[Sample]) -> st
         workers=seen.workers[:MAX_WORKER_ROWS],
         examples=examples,
         samples=samples,
-        max_settings=MAX_SETTINGS,
         settings=codec.encode_pretty(snapshot.run).decode() if snapshot.run else "",
     )
-
-
-def cut(value: object, most: int = MAX_TEXT) -> str:
-    """A text, cut after `most` characters. A text that was cut ends with the number of characters left out.
-
-    A value that is no text, which a server may send in its place, is shown as Python writes it.
-
-    >>> cut("abcdef", 3)
-    'abc… (3 more characters)'
-    >>> cut(None)
-    'None'
-    """
-    text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= most else f"{text[:most]}… ({len(text) - most:,} more characters)"
 
 
 def put_page(url: str, page: bytes, open_store: OpenStore) -> None:
@@ -185,19 +167,9 @@ def _drawing(title: str, numbers: list[float], top: float = 0.0) -> tuple[str, s
 # --------------------------------------------------------------------------- rows to read
 
 
-class Sample(NamedTuple):
-    """One row with its answer. `line` is its line in its chunk, counted from 0; `columns` are its (name, text)."""
-
-    chunk: str
-    line: int
-    columns: list[tuple[str, str]]
-    output: OutputLine
-    answer: Answer
-
-
 def _read_samples(
     store: Store, snapshot: Snapshot, open_store: OpenStore, *, num_rows: int
-) -> list[Sample]:
+) -> list[dict[str, Any]]:
     """Read rows of the first and of the last finished chunk, spread evenly over each, and the first failed row of each.
 
     A chunk that cannot be read, or whose output cannot, is left out with a warning.
@@ -211,7 +183,7 @@ def _read_samples(
     refs = job_chunks(snapshot.job, snapshot.job_url)
     names = [name for name in refs if name in snapshot.markers]
     ends = {name: snapshot.markers[name] for name in [*names[:1], *names[-1:]]}
-    found: list[Sample] = []
+    found: list[dict[str, Any]] = []
     for name, marker in read_markers(store, ends).items() if num_rows else ():
         # The chunk's rows and checksum are not compared with job.json here. `verify` compares them.
         ref = refs[name]._replace(rows=None, sha256=None)
@@ -224,10 +196,10 @@ def _read_samples(
 
 def _read_pair(
     ref: ChunkRef, marker: Marker, store: Store, source: Store, num_rows: int
-) -> list[Sample]:
+) -> list[dict[str, Any]]:
     last = marker.rows_done - 1
     wanted = {round(index * last / max(1, num_rows - 1)) for index in range(num_rows)}
-    found, has_failed = list[Sample](), False
+    found, has_failed = list[dict[str, Any]](), False
     with closing(Scratch()) as scratch:
         output = scratch.new_path("output")
         store.download(layout.output_key(marker.output), output)
@@ -236,7 +208,8 @@ def _read_pair(
             for index, (data, row) in enumerate(zip(codec.lines(lines), rows, strict=False)):
                 line = read_line(data)
                 if index in wanted or not (line.is_ok or has_failed):
-                    found.append(Sample(ref.name, index, _columns(row), line, answer_of(line)))
+                    sample = {"chunk": ref.name, "line": index, "columns": _columns(row)}
+                    found.append(sample | {"output": line, "answer": answer_of(line)})
                 has_failed = has_failed or not line.is_ok
     return found
 

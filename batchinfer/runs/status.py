@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from itertools import chain
 from types import SimpleNamespace
 from typing import Annotated, Any, NamedTuple
@@ -21,7 +23,7 @@ from batchinfer.cli.config_commands import config_command
 from batchinfer.cli.terminal import write
 from batchinfer.core import units
 from batchinfer.core.clock import Clock
-from batchinfer.core.errors import ConfigError
+from batchinfer.core.counts import most_common
 from batchinfer.core.option_help import NO_OPTION, Opt
 from batchinfer.core.printable import printable_record
 from batchinfer.core.records import Record
@@ -129,18 +131,22 @@ def watch(
 ) -> Overview:
     """Show the run again every `every_seconds` seconds, until the run is done or stopped or the user interrupts.
 
+    Args:
+        look: Reads the run.
+        console: Where to show it.
+        clock: Sleeps.
+        every_seconds: Seconds between two looks; 0 to look once.
+
     Returns:
         The overview that was shown last.
     """
     seen = look()
-    with Live(render(seen, console.width), console=console, auto_refresh=False) as live:
-        try:
-            while seen.state not in ("done", "stopped"):
-                clock.sleep(every_seconds)
-                seen = look()
-                live.update(render(seen, console.width), refresh=True)
-        except KeyboardInterrupt:
-            pass
+    live = Live(render(seen, console.width), console=console, auto_refresh=False)
+    with suppress(KeyboardInterrupt), live:
+        while every_seconds and seen.state not in ("done", "stopped"):
+            clock.sleep(every_seconds)
+            seen = look()
+            live.update(render(seen, console.width), refresh=True)
     return seen
 
 
@@ -169,7 +175,7 @@ def figures_of(seen: Overview) -> Iterator[Figure]:
             yield "time left", units.duration(seen.eta_seconds), until
     yield _rate("over all", seen.overall)
     yield _cost(seen)
-    codes = (f"{count(number)} {code}" for code, number in totals.errors.items())
+    codes = (f"{count(number)} {code}" for code, number in most_common(totals.errors))
     yield "failed rows", count(totals.rows_error), ", ".join(codes)
     if totals.reasoning_tokens:
         share = units.percent(totals.reasoning_tokens, totals.completion_tokens)
@@ -177,7 +183,7 @@ def figures_of(seen: Overview) -> Iterator[Figure]:
     if seen.workers:
         yield "workers", count(len(seen.workers)), workers_text(seen.workers)
     for launch in seen.launches:
-        yield "launched", count(launch.expected), launch_text(launch)
+        yield "launched", count(launch.workers), launch_text(launch)
 
 
 def workers_text(workers: list[WorkerView]) -> str:
@@ -310,24 +316,15 @@ def command(show: StatusConfig) -> Any:
     from batchinfer.storage.opening import open_store
 
     clock = Clock()
-
-    def look() -> Overview:
-        return run_status(show.look, open_store=open_store, clock=clock)
-
-    if show.prometheus:
-        if show.watch or show.as_json:
-            raise ConfigError(
-                "--prometheus: prints metrics once, without --watch or --json",
-                hint="leave the other option out",
-            )
-        write(metrics_text(look()).decode())
-        return None
     # If stderr is a file, it has no width. A width of 160 characters gives it the whole table.
-    console = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 160)
-    seen = watch(look, console, clock, show.refresh_seconds) if show.watch else look()
+    width, is_quiet = None if sys.stderr.isatty() else 160, show.as_json or show.prometheus
+    console = Console(stderr=True, highlight=False, width=width, quiet=is_quiet and not show.watch)
+    look = partial(run_status, show.look, open_store=open_store, clock=clock)
+    seen = watch(look, console, clock, show.refresh_seconds if show.watch else 0.0)
+    if show.prometheus:
+        write(metrics_text(seen).decode())
+        return None
     if show.as_json:
         return seen
-    if not show.watch:
-        console.print(render(seen, console.width))
     figures: dict[str, Any] = msgspec.to_builtins(seen)
     return {name: value for name, value in figures.items() if not isinstance(value, list)}
