@@ -153,10 +153,9 @@ def overview(
     """
     run = snapshot.run
     # An object that looks newer than now shows that this machine's clock is behind storage's.
-    times = [seen.modified for seen in snapshot.workers]
-    now = max(snapshot.taken, *times, 0.0)
+    now = max(0.0, snapshot.taken, *(seen.modified for seen in snapshot.workers))
     views = [_view_of(seen, now, run, per_hour, is_spot=is_spot) for seen in snapshot.workers]
-    views = _with_slow(sorted(views, key=lambda view: view.id))
+    views = _with_slow(views)
     totals = add_up(views)
     chunks, rows = _progress(snapshot, views)
     recent = Rate(

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import importlib.resources
 import logging
 import math
+from collections import ChainMap
 from collections.abc import Sequence
 from contextlib import closing
 from itertools import accumulate
@@ -25,7 +25,7 @@ from batchinfer.core.clock import Clock
 from batchinfer.core.errors import AlreadyExists, BatchinferError, ConfigError
 from batchinfer.core.json_text import read_object
 from batchinfer.core.option_help import Opt
-from batchinfer.core.records import ErrorExample, Marker, Record
+from batchinfer.core.records import Marker, Record
 from batchinfer.formats.lines import answer_of, read_line
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.inventory import read_markers
@@ -39,8 +39,6 @@ from batchinfer.storage.scratch import Scratch
 
 logger = logging.getLogger(__name__)
 
-MAX_WORKER_ROWS = 300
-"""Largest number of workers that are listed in the table."""
 MOST_BINS = 180
 
 
@@ -79,17 +77,13 @@ def render_page(snapshot: Snapshot, seen: Overview, samples: list[dict[str, Any]
     """Return the whole page as HTML."""
     import jinja2
 
-    files = importlib.resources.files("batchinfer.runs") / "templates"
+    loader = jinja2.PackageLoader("batchinfer.runs")
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined
     )
-    style = (files / "report.css").read_text(encoding="utf-8")
+    style = environment.get_template("report.css").render()
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    examples: dict[str, ErrorExample] = {}
-    for view in seen.workers:
-        examples |= view.examples
-    template = environment.from_string((files / "report.html.jinja").read_text(encoding="utf-8"))
-    return template.render(
+    return environment.get_template("report.html.jinja").render(
         f=units,
         style=style,
         policy=f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'",
@@ -98,8 +92,7 @@ def render_page(snapshot: Snapshot, seen: Overview, samples: list[dict[str, Any]
         figures=list(figures_of(seen)),
         drawings=draw(snapshot.workers, seen),
         columns=COLUMNS,
-        workers=seen.workers[:MAX_WORKER_ROWS],
-        examples=examples,
+        examples=ChainMap(*(view.examples for view in seen.workers)),
         samples=samples,
         settings=codec.encode_pretty(snapshot.run).decode() if snapshot.run else "",
     )
@@ -141,11 +134,10 @@ def draw(workers: Sequence[SeenWorker], seen: Overview) -> list[tuple[str, str, 
             parts = min(one.length, MOST_BINS)  # an old record stands for several minutes
             counts = (one.completion_tokens or one.prompt_tokens, one.rows, one.errors)
             for n in range(parts):
-                place = max(0.0, one.minute + shift + n * one.length / parts)
-                if place <= length:
-                    index = min(bins - 1, int(place / length * bins))
-                    for numbers, count in zip(sums, counts, strict=True):
-                        numbers[index] += count / parts
+                place = one.minute + shift + n * one.length / parts
+                index = max(0, min(bins - 1, int(place / length * bins)))
+                for numbers, count in zip(sums, counts, strict=True):
+                    numbers[index] += count / parts
     if not any(rows):
         return []
     drawings = [
@@ -185,10 +177,8 @@ def _read_samples(
     ends = {name: snapshot.markers[name] for name in [*names[:1], *names[-1:]]}
     found: list[dict[str, Any]] = []
     for name, marker in read_markers(store, ends).items() if num_rows else ():
-        # The chunk's rows and checksum are not compared with job.json here. `verify` compares them.
-        ref = refs[name]._replace(rows=None, sha256=None)
         try:
-            found += _read_pair(ref, marker, store, open_store(ref.root), num_rows)
+            found += _read_pair(refs[name], marker, store, open_store(refs[name].root), num_rows)
         except BatchinferError as error:
             logger.warning("%s: no sample of it (%s)", name, error)
     return found
