@@ -35,20 +35,8 @@ from batchinfer.runs.launched import launch_text, with_launches
 from batchinfer.runs.overview import Overview, Rate, WorkerView, add_up, overview, rows_of
 
 MAX_SHOWN_WORKERS = 60
-STATE_STYLES = {
-    "done": "green",
-    "running": "bold green",
-    "loading": "cyan",
-    "waiting": "cyan",
-    "slow": "bold yellow",
-    "stalled": "bold yellow",
-    "idle": "bold yellow",
-    "gone": "red",
-    "failed": "bold red",
-}
-"""Colours of states. The name of the state is always shown, too."""
-_NAMED_STATES = ("slow", "stalled", "gone", "failed")
-"""States of workers that somebody should look at, so the workers are named."""
+_ALARMING = ("idle", "slow", "stalled", "gone", "failed")
+"""States at which somebody should look: they are red, and workers in them are named. All others are green."""
 _MOST_MARKERS = 2000
 """Most markers that `status` reads, where it has to."""
 
@@ -192,7 +180,7 @@ def workers_text(workers: list[WorkerView]) -> str:
     for state, number in Counter(view.state for view in workers).most_common():
         names = [view.id for view in workers if view.state == state]
         named = f" ({', '.join(names[:3])}{', …' if number > 3 else ''})"
-        parts.append(f"{number} {state}{named if state in _NAMED_STATES else ''}")
+        parts.append(f"{number} {state}{named if state in _ALARMING else ''}")
     return ", ".join(parts)
 
 
@@ -274,7 +262,7 @@ COLUMNS = (
 def render(seen: Overview, width: int) -> Group:
     """Lay out the overview for a terminal of `width` characters. A narrow terminal gets fewer columns of workers."""
     seen = printable_record(seen)
-    state = Text(seen.state, STATE_STYLES.get(seen.state, ""))
+    state = Text(seen.state, _style(seen.state))
     title = Text.assemble((seen.model or "run", "bold"), "  ", (seen.run, "dim"), "  ", state)
     # rich's default is a red, which means failure here
     bar = ProgressBar(seen.rows.total, seen.rows_finished, width=72, complete_style="cyan")
@@ -288,6 +276,10 @@ def render(seen: Overview, width: int) -> Group:
     return Group(*parts, *(Text(f"note: {note}", style="dim") for note in seen.notes))
 
 
+def _style(state: str) -> str:
+    return "bold red" if state in _ALARMING else "green"
+
+
 def _worker_table(workers: list[WorkerView], width: int) -> Table:
     """Lay out the table of workers: those first that are or should be at work."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -297,7 +289,7 @@ def _worker_table(workers: list[WorkerView], width: int) -> Table:
         table.add_column(column.name, justify=justify, no_wrap=True, max_width=32)
     order = sorted(workers, key=lambda view: (view.state in ("done", "gone"), view.id))
     for view in order[:MAX_SHOWN_WORKERS]:
-        styles = {"state": STATE_STYLES.get(view.state, "")}
+        styles = {"state": _style(view.state)}
         table.add_row(*(Text(one.cell(view), styles.get(one.name, "")) for one in columns))
     if len(order) > MAX_SHOWN_WORKERS:
         table.add_row(f"… and {len(order) - MAX_SHOWN_WORKERS} more (--json has all)")
