@@ -223,14 +223,11 @@ class Column(NamedTuple):
     least_width: int = 0
 
 
-def _gpus(view: WorkerView) -> str:
+def _machine(view: WorkerView) -> str:
     machine = view.machine
-    name = f"{machine.gpus}\N{MULTIPLICATION SIGN}{machine.accelerator}"
-    return f"{name}{' spot' * machine.is_spot}" if machine.gpus else ""
-
-
-def _where(view: WorkerView) -> str:
-    return "/".join(filter(None, (view.machine.cloud, view.machine.region)))
+    gpus = f"{machine.gpus}\N{MULTIPLICATION SIGN}{machine.accelerator}" if machine.gpus else ""
+    place = "/".join(filter(None, (machine.cloud, machine.region)))
+    return " ".join(filter(None, (gpus, "spot" * machine.is_spot, place)))
 
 
 def _chunks(view: WorkerView) -> str:
@@ -241,8 +238,7 @@ def _chunks(view: WorkerView) -> str:
 COLUMNS = (
     Column("worker", lambda view: view.id, is_text=True),
     Column("state", lambda view: view.state, is_text=True),
-    Column("where", _where, is_text=True, least_width=120),
-    Column("GPUs", _gpus, is_text=True, least_width=120),
+    Column("machine", _machine, is_text=True, least_width=120),
     Column("chunks", _chunks, is_text=True, least_width=120),
     Column("rows", lambda view: units.count(view.rows_done)),
     Column("rows/s", lambda view: units.short(view.recent.rows)),
