@@ -21,7 +21,7 @@ from batchinfer.cli.options import read_recorded, words_of
 from batchinfer.cli.terminal import say
 from batchinfer.core import codec, layout
 from batchinfer.core.clock import Clock
-from batchinfer.core.errors import InputError, ObjectNotFound, RunUnsound
+from batchinfer.core.errors import InputError, RunUnsound
 from batchinfer.core.option_help import NO_OPTION, Opt
 from batchinfer.core.printable import one_line
 from batchinfer.core.records import Marker, Record, Run
@@ -139,8 +139,6 @@ def run_verify(config: VerifyConfig, *, open_store: OpenStore, clock: Clock) -> 
                 copies.callback(remove_quietly, chunk)
                 found = _problems_of(output, chunk, ref, marker, prompt)
                 problems += islice(found, MAX_PROBLEMS)
-            except ObjectNotFound:
-                problems = [f"{marker.output}: vanished"]
             except InputError as error:
                 fix, problems = "chunk", [f"the chunk itself: {error.message}"]
         return [Finding(CORRUPT, ref.name, problem, fix) for problem in problems]
