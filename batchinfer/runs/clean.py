@@ -10,7 +10,7 @@ stay: workers take over those of the dead by themselves.
 from __future__ import annotations
 
 import secrets
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from typing import Annotated, Any, NamedTuple
 
@@ -28,7 +28,6 @@ from batchinfer.storage import ObjectInfo, Store
 
 DEFAULT_AGE_SECONDS = 3600.0
 ANY_AGE = float("-inf")
-_MARKERS, _NOTES = "markers", "notes of complete blocks"
 
 
 class CleanConfig(Record, frozen=True, kw_only=True):
@@ -72,31 +71,24 @@ def run_clean(config: CleanConfig, *, store: Store, clock: Clock) -> dict[str, A
     now = _time_of(store) if config.yes else clock.now()
     age_seconds = config.older_than_seconds
     inventory = take_inventory(store, now=now, patience_seconds=age_seconds)
-    removed: dict[str, list[ObjectInfo]] = defaultdict(list)
     plan = list(find_removals(inventory, config))
-    for what, info, least_age in plan:
-        if now - info.modified >= least_age:
-            removed[what].append(info)
+    removed = [one for one in plan if now - one.info.modified >= one.least_age]
     if inventory.living():  # a temporary file may be a live worker's, and a large upload takes long
         age_seconds = max(age_seconds, DEFAULT_AGE_SECONDS)
     find_temps = getattr(store, "temps", None)  # killed writers leave such files in a local folder
     temps = list(find_temps(age_seconds)) if find_temps else []
     if config.yes:
-        # Markers go last. If this process is killed before, their chunks still count as done. Notes go after them: a
-        # worker may leave another one as long as the markers are there.
-        order = sorted(removed, key=lambda what: (what == _MARKERS) + 2 * (what == _NOTES))
-        store.delete([info.key for what in order for info in removed[what]])
+        store.delete([one.info.key for one in removed])
         for path in temps:
             path.unlink(missing_ok=True)
-    everything = [info for infos in removed.values() for info in infos]
     return {
         "status": "SUCCESS",
         "run": store.url,
         "is_dry_run": not config.yes,
-        "removed": {what: len(infos) for what, infos in removed.items()},
-        "removed_bytes": sum(info.bytes for info in everything),
+        "removed": dict(Counter(one.what for one in removed)),
+        "removed_bytes": sum(one.info.bytes for one in removed),
         "temps_removed": len(temps),
-        "kept_young": len(plan) - len(everything),
+        "kept_young": len(plan) - len(removed),
     }
 
 
@@ -114,31 +106,33 @@ def _time_of(store: Store) -> float:
 
 
 def find_removals(inventory: Inventory, config: CleanConfig) -> Iterator[Removal]:
-    """Yield what may be removed. Sends no request to the store.
+    """Yield what may be removed, in the order in which it has to go. Sends no request to the store.
+
+    A chunk's markers go after its segments: if the process is killed before, the chunk still counts as done. Notes go
+    after the markers, because a worker may leave another one as long as the markers are there.
 
     Raises:
         InputError: a chunk to do again has neither a marker nor segments.
     """
     age = config.older_than_seconds
-    for name in dict.fromkeys(config.redo):
-        # The chunk's outputs become orphans. A later `clean` removes them, once the chunk has a new marker.
-        markers, segments = inventory.markers.get(name, {}), inventory.segments.get(name, [])
-        if not markers and not segments:
-            raise InputError(
-                f"--redo {name}: no chunk of this name has a marker or checkpoints",
-                hint="check the name, as in part-00012; a chunk that nobody has begun only needs workers",
-            )
-        for info in segments:
-            yield Removal("segments of chunks to do again", info, ANY_AGE)
-        for marker in markers.values():
-            yield Removal(_MARKERS, marker.info, ANY_AGE)
-    for info in inventory.complete if config.redo else ():
-        yield Removal(_NOTES, info, ANY_AGE)
     for what, name, info in inventory.useless(is_at_rest=not age):
         # What is of a chunk in `redo` stays: `clean` removes the chunk's marker, and without a marker another worker
         # could still name an output.
         if name not in config.redo:
             yield Removal(what, info, age)
+    for name in dict.fromkeys(config.redo):
+        # The chunk's outputs become orphans. A later `clean` removes them, once the chunk has a new marker.
+        markers = [found.info for found in inventory.markers.get(name, {}).values()]
+        done = [*inventory.segments.get(name, ()), *markers]
+        if not done:
+            raise InputError(
+                f"--redo {name}: no chunk of this name has a marker or checkpoints",
+                hint="check the name, as in part-00012; a chunk that nobody has begun only needs workers",
+            )
+        for info in done:
+            yield Removal("checkpoints and markers of chunks to do again", info, ANY_AGE)
+    for info in inventory.complete if config.redo else ():
+        yield Removal("notes of complete blocks", info, ANY_AGE)
 
 
 @config_command("clean", CleanConfig)

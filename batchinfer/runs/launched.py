@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import msgspec
 
 from batchinfer.clusters import (
@@ -14,7 +16,7 @@ from batchinfer.clusters import (
 )
 from batchinfer.core import errors, layout, units
 from batchinfer.core.clock import Clock
-from batchinfer.core.errors import FINAL_STATUSES, BatchinferError, Interrupted
+from batchinfer.core.errors import FINAL_STATUSES, BatchinferError, ConfigError, Interrupted
 from batchinfer.runs.overview import LaunchView, Overview, WorkerView
 from batchinfer.storage import Store
 
@@ -45,61 +47,56 @@ def with_launches(seen: Overview, store: Store, namespace: str = "") -> Overview
     for launch, recorded in launches.values():
         names = [layout.launched_worker(launch.id, rank) for rank in range(launch.workers)]
         away = {
-            rank: workers.get(name)
+            rank: name
             for rank, name in enumerate(names)
             if name not in replaced and _is_away(workers.get(name))
         }
-        fates = None
+        fates = dict[int, Fate]()
+        unknown = Fate("lost" if launch.is_cancelled else "coming", "")
         if away and seen.state != "done":
-            fates, more = _ask(store, launch, namespace)
-            notes += more
-        is_new = seen.time - recorded < LAUNCHING_SECONDS
-        said: dict[str, list[int]] = {}
+            try:
+                fates = _ask(store, launch, namespace)
+                is_new = not launch.is_cancelled and seen.time - recorded < LAUNCHING_SECONDS
+                unknown = Fate("coming" if is_new else "lost", "not known there")
+            except BatchinferError as error:
+                why = f"{launch.on} cannot be asked here: {error.message}"
+                notes.append(f"launch {launch.id}: {why}")
+        said = defaultdict[str, list[int]](list)
         lost, coming = list[str](), list[str]()
-        for rank, worker in away.items():
-            text, kind = worker.state if worker else "never seen", "coming"
-            if fates is not None and (fate := fates.get(rank)):
-                text, kind = f"{text}; {launch.on}: {fate.text or fate.kind}", fate.kind
-            elif fates is not None:
-                text, kind = f"{text}; {launch.on} does not know it", "coming" if is_new else "lost"
-            if launch.is_cancelled and not (fates and rank in fates and kind == "coming"):
-                kind = "ended"
-            said.setdefault(text, []).append(rank)
+        for rank, name in away.items():
+            worker, (kind, text) = workers.get(name), fates.get(rank, unknown)
+            state = worker.state if worker else "never seen"
+            said[f"{state}; {launch.on}: {text}" if text else state].append(rank)
             if kind == "coming":
-                coming.append(names[rank])
-            elif kind == "lost" and _exit_status(worker) not in FINAL_STATUSES:
-                lost.append(names[rank])
+                coming.append(name)
+            elif kind == "lost" and not launch.is_cancelled:
+                lost += [name] if _exit_status(worker) not in FINAL_STATUSES else []
         busy = [name for name in names if name in workers and workers[name].is_alive]
         view = LaunchView(
-            id=launch.id,
-            cluster=launch.on,
-            expected=launch.workers,
-            seen=sum(name in workers for name in names),
+            **msgspec.structs.asdict(launch),
             away=said,
             lost=lost,
             coming=len(coming),
             left=_left(launch, lost, workers),
             held=None if seen.state == "done" else _left(launch, busy + coming, workers),
-            relaunched=sum(name in replaced for name in names),
         )
         views.append(view)
     return msgspec.structs.replace(seen, launches=views, notes=[*seen.notes, *notes])
 
 
 def launch_text(view: LaunchView) -> str:
-    """Say in words how many workers of a launch were seen, and which are away.
+    """Say in words what was launched, and which workers are away.
 
+    >>> known = {"on": "slurm", "workers": 4, "namespace": "", "share": None, "replaces": []}
     >>> away = {"stopped; slurm: PENDING": [2], "never seen; slurm: NODE_FAIL": [0, 1]}
-    >>> print(launch_text(LaunchView(id="a", cluster="slurm", expected=4, seen=2, away=away)))
-    4 workers on slurm (a), 2 seen; away: 2 (stopped; slurm: PENDING); away: 0, 1 (never seen; slurm: NODE_FAIL)
+    >>> print(launch_text(LaunchView(id="a", away=away, **known)))
+    4 workers on slurm (a); away: 2 (stopped; slurm: PENDING); away: 0, 1 (never seen; slurm: NODE_FAIL)
     """
-    parts = [
-        f"{units.many(view.expected, 'worker')} on {view.cluster} ({view.id}), {view.seen} seen"
-    ]
+    parts = [f"{units.many(view.workers, 'worker')} on {view.on} ({view.id})"]
+    parts += [f"{len(view.replaces)} in place of lost ones"] if view.replaces else []
     for said, ranks in view.away.items():
         more = f", … {len(ranks)} in all" if len(ranks) > _SHOWN else ""
         parts.append(f"away: {', '.join(map(str, ranks[:_SHOWN]))}{more} ({said})")
-    parts += [f"{view.relaunched} launched again"] if view.relaunched else []
     return "; ".join(parts)
 
 
@@ -112,30 +109,27 @@ def cancel_launches(store: Store, clock: Clock, namespace: str = "") -> list[str
         namespace: Namespace of Kubernetes in which to cancel.
     """
     launches, left = find_launches(store)
-    asked = {}
+    asked = []
     for launch, _ in launches.values():
         try:
             find_cluster(launch.on).cancel(name_of(launch.id, store.url), namespace)
-            asked[launch.id] = launch
+            asked.append(launch)
         except BatchinferError as error:
             left.append(f"launch {launch.id} on {launch.on}: not cancelled: {error.message}")
     until = clock.monotonic() + ENDING_SECONDS
-    while asked:
-        for name, launch in list(asked.items()):
-            fates, notes = _ask(store, launch, namespace)
-            alive = sum(one.kind == "coming" for one in (fates or {}).values())
-            if alive and clock.monotonic() >= until:
-                notes = [f"launch {name}: still ending: {units.many(alive, 'worker')}"]
-            if notes or not alive:
-                left += notes
-                del asked[name]
-                try:
-                    if fates is not None:  # there, and not in another namespace
-                        record_cancelled(store, name)
-                except BatchinferError as error:  # it was changed meanwhile, for example
-                    left.append(f"launch {name}: not recorded as cancelled: {error.message}")
-        if asked:
-            clock.sleep(_POLL_SECONDS)
+    for launch in asked:
+        try:
+            while alive := [
+                one for one in _ask(store, launch, namespace).values() if one.kind == "coming"
+            ]:
+                if clock.monotonic() >= until:
+                    many = units.many(len(alive), "worker")
+                    left.append(f"launch {launch.id}: still ending: {many}")
+                    break
+                clock.sleep(_POLL_SECONDS)
+            record_cancelled(store, launch.id)
+        except BatchinferError as error:  # the record was changed meanwhile, for example
+            left.append(f"launch {launch.id}: not recorded as cancelled: {error.message}")
     return left
 
 
@@ -160,14 +154,13 @@ def _is_away(view: WorkerView | None) -> bool:
     return view.state == "stopped" and _exit_status(view) == Interrupted.exit_status
 
 
-def _ask(
-    store: Store, launch: LaunchRecord, namespace: str
-) -> tuple[dict[int, Fate] | None, list[str]]:
-    """Return what a launch's cluster says of its workers; None and a note if it cannot be asked."""
-    try:
-        fates = find_cluster(launch.on).look(name_of(launch.id, store.url), namespace)
-    except BatchinferError as error:
-        return None, [f"launch {launch.id}: {launch.on} cannot be asked here: {error.message}"]
+def _ask(store: Store, launch: LaunchRecord, namespace: str) -> dict[int, Fate]:
+    """Return what a launch's cluster says of its workers.
+
+    Raises:
+        ConfigError: It cannot be asked.
+    """
+    fates = find_cluster(launch.on).look(name_of(launch.id, store.url), namespace)
     if not fates and launch.on == "kubernetes" and launch.namespace != namespace:
-        return None, [f"launch {launch.id}: was made in --namespace {launch.namespace!r}"]
-    return fates, []
+        raise ConfigError(f"it was made in --namespace {launch.namespace!r}")
+    return fates

@@ -6,13 +6,15 @@ compared with each other, or converted to storage's clock by adding the offset o
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable
 
 import msgspec
 
-from batchinfer.core.counts import Counts, most_common
+from batchinfer.clusters import LaunchRecord
+from batchinfer.core.counts import Counts
 from batchinfer.core.prices import Machine
 from batchinfer.core.records import Money, Record, Run, Worker
 from batchinfer.ledger.claims import ENDED_STATES
@@ -33,7 +35,7 @@ _JUDGED_SECONDS, _FEWEST_LIKE = 60.0, 3
 ALIVE_STATES = ("running", "slow", "loading", "stalled", "waiting")
 
 
-class Rate(Record, frozen=True, kw_only=True):
+class Rate(Record, frozen=True):
     """Rows and tokens per second. `seconds` is the length of the time over which they were counted."""
 
     seconds: float = 0.0
@@ -61,7 +63,7 @@ class WorkerView(Worker, frozen=True, kw_only=True):
         return self.state in ALIVE_STATES
 
 
-class Progress(Record, frozen=True, kw_only=True):
+class Progress(Record, frozen=True):
     """How many chunks, or rows, are done.
 
     Chunks in progress are those that live workers have open. Rows in progress are the finished rows of chunks that are
@@ -89,13 +91,9 @@ class Cost(Record, frozen=True, kw_only=True):
     source: str = ""
 
 
-class LaunchView(Record, frozen=True, kw_only=True):
-    """Figures of one launch. A worker is seen if it has a record, which it writes when it begins to load its engine."""
+class LaunchView(LaunchRecord, frozen=True, kw_only=True):
+    """The record of one launch, and what follows from it."""
 
-    id: str
-    cluster: str
-    expected: int
-    seen: int = 0
     away: dict[str, list[int]] = {}
     """Ranks of the workers that never came or did not come back, by what is known of them."""
     lost: list[str] = []
@@ -106,8 +104,6 @@ class LaunchView(Record, frozen=True, kw_only=True):
     """Dollars that the lost ones have left of their shares; None: they have no limit."""
     held: float | None = None
     """Dollars that those at work or to come may still spend; None: they have no limit, or nothing to do."""
-    relaunched: int = 0
-    """Number of lost workers in whose place others were launched."""
 
 
 class Overview(Record, frozen=True, kw_only=True):
@@ -157,25 +153,24 @@ def overview(
     """
     run = snapshot.run
     # An object that looks newer than now shows that this machine's clock is behind storage's.
-    times = [seen.modified for seen in snapshot.workers]
-    now = max(snapshot.taken, *times, 0.0)
+    now = max(0.0, snapshot.taken, *(seen.modified for seen in snapshot.workers))
     views = [_view_of(seen, now, run, per_hour, is_spot=is_spot) for seen in snapshot.workers]
-    views = _with_slow(sorted(views, key=lambda view: view.id))
+    views = _with_slow(views)
     totals = add_up(views)
     chunks, rows = _progress(snapshot, views)
     recent = Rate(
-        seconds=max((view.recent.seconds for view in views), default=0.0),
-        rows=sum(view.recent.rows for view in views),
-        input_tokens=sum(view.recent.input_tokens for view in views),
-        output_tokens=sum(view.recent.output_tokens for view in views),
+        max((view.recent.seconds for view in views), default=0.0),
+        sum(view.recent.rows for view in views),
+        sum(view.recent.input_tokens for view in views),
+        sum(view.recent.output_tokens for view in views),
     )
     state, is_alive = _run_state(snapshot, chunks, views), any(view.is_alive for view in views)
     eta = 0.0 if state == "done" else rows.waiting / recent.rows if recent.rows > 0 else None
     if of_markers is not None and (state == "done" or of_markers.rows_done > totals.rows_done):
         totals = of_markers
     started = min((one.started + one.clock_offset_seconds for one in views), default=now)
-    last = max((one.heartbeat + one.clock_offset_seconds for one in views), default=0.0)
-    seconds = max((now if is_alive else last) - started, 1e-3) if views else 0.0
+    beats = (one.heartbeat + one.clock_offset_seconds for one in views)
+    end = now if is_alive else max(beats, default=now)
     notes = [
         f"worker {one.id}: {one.replicas_lost} of {one.engine.get('num_replicas')} replicas are lost"
         for one in views
@@ -187,6 +182,7 @@ def overview(
         )
     models = [run and run.config.get("model"), *(view.engine.get("model") for view in views)]
     finished = rows.done + rows.in_progress
+    tokens = (totals.prompt_tokens, totals.completion_tokens)
     return Overview(
         run=snapshot.url,
         job=snapshot.job_url,
@@ -198,7 +194,7 @@ def overview(
         chunks=chunks,
         rows=rows,
         recent=recent,
-        overall=_rate(seconds, finished, totals.prompt_tokens, totals.completion_tokens),
+        overall=_rate(end - started, finished, *tokens),
         eta_seconds=eta,
         totals=totals,
         cost=_cost(views, eta, totals),
@@ -213,15 +209,8 @@ def rows_of(snapshot: Snapshot) -> dict[str, int]:
 
 
 def add_up(parts: Iterable[Counts]) -> Counts:
-    """Add up what markers, or workers' records, count. The most frequent error codes and finish reasons come first."""
-    total = Counts()
-    for part in parts:
-        total = total.plus(part)
-    return msgspec.structs.replace(
-        total,
-        errors=dict(most_common(total.errors)),
-        finish_reasons=dict(most_common(total.finish_reasons)),
-    )
+    """Add up what markers, or workers' records, count."""
+    return functools.reduce(Counts.plus, parts, Counts())
 
 
 # --------------------------------------------------------------------------- a worker
@@ -286,12 +275,7 @@ def _recent(record: Worker) -> Rate:
 def _rate(seconds: float, rows: int, prompt_tokens: int, completion_tokens: int) -> Rate:
     if seconds <= 0:
         return Rate()
-    return Rate(
-        seconds=seconds,
-        rows=rows / seconds,
-        input_tokens=prompt_tokens / seconds,
-        output_tokens=completion_tokens / seconds,
-    )
+    return Rate(seconds, rows / seconds, prompt_tokens / seconds, completion_tokens / seconds)
 
 
 def _with_slow(views: list[WorkerView]) -> list[WorkerView]:
@@ -323,16 +307,11 @@ def _progress(snapshot: Snapshot, views: list[WorkerView]) -> tuple[Progress, Pr
             busy.add(name)
             finished[name] = max(number, finished.get(name, 0))
     in_progress = sum(min(finished[name], rows[name]) for name in left & finished.keys())
-    rows_left = sum(rows[name] for name in left)
+    total, rows_left = sum(rows.values()), sum(rows[name] for name in left)
     return (
-        _progress_of(len(rows), len(left), len(busy & left)),
-        _progress_of(sum(rows.values()), rows_left, in_progress),
+        Progress(len(rows), len(rows) - len(left), len(left & busy), len(left - busy)),
+        Progress(total, total - rows_left, in_progress, rows_left - in_progress),
     )
-
-
-def _progress_of(total: int, left: int, in_progress: int) -> Progress:
-    waiting = left - in_progress
-    return Progress(total=total, done=total - left, in_progress=in_progress, waiting=waiting)
 
 
 def _run_state(snapshot: Snapshot, chunks: Progress, views: list[WorkerView]) -> str:

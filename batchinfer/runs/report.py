@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import importlib.resources
 import logging
 import math
+from collections import ChainMap
 from collections.abc import Sequence
 from contextlib import closing
 from itertools import accumulate
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from msgspec import Meta
 
@@ -25,8 +25,8 @@ from batchinfer.core.clock import Clock
 from batchinfer.core.errors import AlreadyExists, BatchinferError, ConfigError
 from batchinfer.core.json_text import read_object
 from batchinfer.core.option_help import Opt
-from batchinfer.core.records import ErrorExample, Marker, Record
-from batchinfer.formats.lines import Answer, OutputLine, answer_of, read_line
+from batchinfer.core.records import Marker, Record
+from batchinfer.formats.lines import answer_of, read_line
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.inventory import read_markers
 from batchinfer.ledger.jobs import ChunkRef, OpenStore, job_chunks, split_name
@@ -39,10 +39,6 @@ from batchinfer.storage.scratch import Scratch
 
 logger = logging.getLogger(__name__)
 
-MAX_WORKER_ROWS = 300
-"""Largest number of workers that are listed in the table."""
-MAX_TEXT, MAX_SETTINGS = 2000, 40_000
-"""Largest numbers of characters that are shown of an answer or a column's value, and of run.json."""
 MOST_BINS = 180
 
 
@@ -77,22 +73,17 @@ def run_report(config: ReportConfig, *, open_store: OpenStore, clock: Clock) -> 
     }
 
 
-def render_page(snapshot: Snapshot, seen: Overview, samples: list[Sample]) -> str:
+def render_page(snapshot: Snapshot, seen: Overview, samples: list[dict[str, Any]]) -> str:
     """Return the whole page as HTML."""
     import jinja2
 
-    files = importlib.resources.files("batchinfer.runs") / "templates"
+    loader = jinja2.PackageLoader("batchinfer.runs")
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined
     )
-    environment.filters["cut"] = cut
-    style = (files / "report.css").read_text(encoding="utf-8")
+    style = environment.get_template("report.css").render()
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    examples: dict[str, ErrorExample] = {}
-    for view in seen.workers:
-        examples |= view.examples
-    template = environment.from_string((files / "report.html.jinja").read_text(encoding="utf-8"))
-    return template.render(
+    return environment.get_template("report.html.jinja").render(
         f=units,
         style=style,
         policy=f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'",
@@ -101,26 +92,10 @@ def render_page(snapshot: Snapshot, seen: Overview, samples: list[Sample]) -> st
         figures=list(figures_of(seen)),
         drawings=draw(snapshot.workers, seen),
         columns=COLUMNS,
-        workers=seen.workers[:MAX_WORKER_ROWS],
-        examples=examples,
+        examples=ChainMap(*(view.examples for view in seen.workers)),
         samples=samples,
-        max_settings=MAX_SETTINGS,
         settings=codec.encode_pretty(snapshot.run).decode() if snapshot.run else "",
     )
-
-
-def cut(value: object, most: int = MAX_TEXT) -> str:
-    """A text, cut after `most` characters. A text that was cut ends with the number of characters left out.
-
-    A value that is no text, which a server may send in its place, is shown as Python writes it.
-
-    >>> cut("abcdef", 3)
-    'abc… (3 more characters)'
-    >>> cut(None)
-    'None'
-    """
-    text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= most else f"{text[:most]}… ({len(text) - most:,} more characters)"
 
 
 def put_page(url: str, page: bytes, open_store: OpenStore) -> None:
@@ -159,11 +134,10 @@ def draw(workers: Sequence[SeenWorker], seen: Overview) -> list[tuple[str, str, 
             parts = min(one.length, MOST_BINS)  # an old record stands for several minutes
             counts = (one.completion_tokens or one.prompt_tokens, one.rows, one.errors)
             for n in range(parts):
-                place = max(0.0, one.minute + shift + n * one.length / parts)
-                if place <= length:
-                    index = min(bins - 1, int(place / length * bins))
-                    for numbers, count in zip(sums, counts, strict=True):
-                        numbers[index] += count / parts
+                place = one.minute + shift + n * one.length / parts
+                index = max(0, min(bins - 1, int(place / length * bins)))
+                for numbers, count in zip(sums, counts, strict=True):
+                    numbers[index] += count / parts
     if not any(rows):
         return []
     drawings = [
@@ -185,19 +159,9 @@ def _drawing(title: str, numbers: list[float], top: float = 0.0) -> tuple[str, s
 # --------------------------------------------------------------------------- rows to read
 
 
-class Sample(NamedTuple):
-    """One row with its answer. `line` is its line in its chunk, counted from 0; `columns` are its (name, text)."""
-
-    chunk: str
-    line: int
-    columns: list[tuple[str, str]]
-    output: OutputLine
-    answer: Answer
-
-
 def _read_samples(
     store: Store, snapshot: Snapshot, open_store: OpenStore, *, num_rows: int
-) -> list[Sample]:
+) -> list[dict[str, Any]]:
     """Read rows of the first and of the last finished chunk, spread evenly over each, and the first failed row of each.
 
     A chunk that cannot be read, or whose output cannot, is left out with a warning.
@@ -211,12 +175,10 @@ def _read_samples(
     refs = job_chunks(snapshot.job, snapshot.job_url)
     names = [name for name in refs if name in snapshot.markers]
     ends = {name: snapshot.markers[name] for name in [*names[:1], *names[-1:]]}
-    found: list[Sample] = []
+    found: list[dict[str, Any]] = []
     for name, marker in read_markers(store, ends).items() if num_rows else ():
-        # The chunk's rows and checksum are not compared with job.json here. `verify` compares them.
-        ref = refs[name]._replace(rows=None, sha256=None)
         try:
-            found += _read_pair(ref, marker, store, open_store(ref.root), num_rows)
+            found += _read_pair(refs[name], marker, store, open_store(refs[name].root), num_rows)
         except BatchinferError as error:
             logger.warning("%s: no sample of it (%s)", name, error)
     return found
@@ -224,10 +186,10 @@ def _read_samples(
 
 def _read_pair(
     ref: ChunkRef, marker: Marker, store: Store, source: Store, num_rows: int
-) -> list[Sample]:
+) -> list[dict[str, Any]]:
     last = marker.rows_done - 1
     wanted = {round(index * last / max(1, num_rows - 1)) for index in range(num_rows)}
-    found, has_failed = list[Sample](), False
+    found, has_failed = list[dict[str, Any]](), False
     with closing(Scratch()) as scratch:
         output = scratch.new_path("output")
         store.download(layout.output_key(marker.output), output)
@@ -236,7 +198,8 @@ def _read_pair(
             for index, (data, row) in enumerate(zip(codec.lines(lines), rows, strict=False)):
                 line = read_line(data)
                 if index in wanted or not (line.is_ok or has_failed):
-                    found.append(Sample(ref.name, index, _columns(row), line, answer_of(line)))
+                    sample = {"chunk": ref.name, "line": index, "columns": _columns(row)}
+                    found.append(sample | {"output": line, "answer": answer_of(line)})
                 has_failed = has_failed or not line.is_ok
     return found
 

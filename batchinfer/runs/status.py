@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from itertools import chain
 from types import SimpleNamespace
 from typing import Annotated, Any, NamedTuple
@@ -21,7 +23,7 @@ from batchinfer.cli.config_commands import config_command
 from batchinfer.cli.terminal import write
 from batchinfer.core import units
 from batchinfer.core.clock import Clock
-from batchinfer.core.errors import ConfigError
+from batchinfer.core.counts import most_common
 from batchinfer.core.option_help import NO_OPTION, Opt
 from batchinfer.core.printable import printable_record
 from batchinfer.core.records import Record
@@ -33,20 +35,8 @@ from batchinfer.runs.launched import launch_text, with_launches
 from batchinfer.runs.overview import Overview, Rate, WorkerView, add_up, overview, rows_of
 
 MAX_SHOWN_WORKERS = 60
-STATE_STYLES = {
-    "done": "green",
-    "running": "bold green",
-    "loading": "cyan",
-    "waiting": "cyan",
-    "slow": "bold yellow",
-    "stalled": "bold yellow",
-    "idle": "bold yellow",
-    "gone": "red",
-    "failed": "bold red",
-}
-"""Colours of states. The name of the state is always shown, too."""
-_NAMED_STATES = ("slow", "stalled", "gone", "failed")
-"""States of workers that somebody should look at, so the workers are named."""
+_ALARMING = ("idle", "slow", "stalled", "gone", "failed")
+"""States at which somebody should look: they are red, and workers in them are named. All others are green."""
 _MOST_MARKERS = 2000
 """Most markers that `status` reads, where it has to."""
 
@@ -129,18 +119,22 @@ def watch(
 ) -> Overview:
     """Show the run again every `every_seconds` seconds, until the run is done or stopped or the user interrupts.
 
+    Args:
+        look: Reads the run.
+        console: Where to show it.
+        clock: Sleeps.
+        every_seconds: Seconds between two looks; 0 to look once.
+
     Returns:
         The overview that was shown last.
     """
     seen = look()
-    with Live(render(seen, console.width), console=console, auto_refresh=False) as live:
-        try:
-            while seen.state not in ("done", "stopped"):
-                clock.sleep(every_seconds)
-                seen = look()
-                live.update(render(seen, console.width), refresh=True)
-        except KeyboardInterrupt:
-            pass
+    live = Live(render(seen, console.width), console=console, auto_refresh=False)
+    with suppress(KeyboardInterrupt), live:
+        while every_seconds and seen.state not in ("done", "stopped"):
+            clock.sleep(every_seconds)
+            seen = look()
+            live.update(render(seen, console.width), refresh=True)
     return seen
 
 
@@ -169,7 +163,7 @@ def figures_of(seen: Overview) -> Iterator[Figure]:
             yield "time left", units.duration(seen.eta_seconds), until
     yield _rate("over all", seen.overall)
     yield _cost(seen)
-    codes = (f"{count(number)} {code}" for code, number in totals.errors.items())
+    codes = (f"{count(number)} {code}" for code, number in most_common(totals.errors))
     yield "failed rows", count(totals.rows_error), ", ".join(codes)
     if totals.reasoning_tokens:
         share = units.percent(totals.reasoning_tokens, totals.completion_tokens)
@@ -177,7 +171,7 @@ def figures_of(seen: Overview) -> Iterator[Figure]:
     if seen.workers:
         yield "workers", count(len(seen.workers)), workers_text(seen.workers)
     for launch in seen.launches:
-        yield "launched", count(launch.expected), launch_text(launch)
+        yield "launched", count(launch.workers), launch_text(launch)
 
 
 def workers_text(workers: list[WorkerView]) -> str:
@@ -186,7 +180,7 @@ def workers_text(workers: list[WorkerView]) -> str:
     for state, number in Counter(view.state for view in workers).most_common():
         names = [view.id for view in workers if view.state == state]
         named = f" ({', '.join(names[:3])}{', …' if number > 3 else ''})"
-        parts.append(f"{number} {state}{named if state in _NAMED_STATES else ''}")
+        parts.append(f"{number} {state}{named if state in _ALARMING else ''}")
     return ", ".join(parts)
 
 
@@ -229,14 +223,11 @@ class Column(NamedTuple):
     least_width: int = 0
 
 
-def _gpus(view: WorkerView) -> str:
+def _machine(view: WorkerView) -> str:
     machine = view.machine
-    name = f"{machine.gpus}\N{MULTIPLICATION SIGN}{machine.accelerator}"
-    return f"{name}{' spot' * machine.is_spot}" if machine.gpus else ""
-
-
-def _where(view: WorkerView) -> str:
-    return "/".join(filter(None, (view.machine.cloud, view.machine.region)))
+    gpus = f"{machine.gpus}\N{MULTIPLICATION SIGN}{machine.accelerator}" if machine.gpus else ""
+    place = "/".join(filter(None, (machine.cloud, machine.region)))
+    return " ".join(filter(None, (gpus, "spot" * machine.is_spot, place)))
 
 
 def _chunks(view: WorkerView) -> str:
@@ -247,8 +238,7 @@ def _chunks(view: WorkerView) -> str:
 COLUMNS = (
     Column("worker", lambda view: view.id, is_text=True),
     Column("state", lambda view: view.state, is_text=True),
-    Column("where", _where, is_text=True, least_width=120),
-    Column("GPUs", _gpus, is_text=True, least_width=120),
+    Column("machine", _machine, is_text=True, least_width=120),
     Column("chunks", _chunks, is_text=True, least_width=120),
     Column("rows", lambda view: units.count(view.rows_done)),
     Column("rows/s", lambda view: units.short(view.recent.rows)),
@@ -268,7 +258,7 @@ COLUMNS = (
 def render(seen: Overview, width: int) -> Group:
     """Lay out the overview for a terminal of `width` characters. A narrow terminal gets fewer columns of workers."""
     seen = printable_record(seen)
-    state = Text(seen.state, STATE_STYLES.get(seen.state, ""))
+    state = Text(seen.state, _style(seen.state))
     title = Text.assemble((seen.model or "run", "bold"), "  ", (seen.run, "dim"), "  ", state)
     # rich's default is a red, which means failure here
     bar = ProgressBar(seen.rows.total, seen.rows_finished, width=72, complete_style="cyan")
@@ -282,6 +272,10 @@ def render(seen: Overview, width: int) -> Group:
     return Group(*parts, *(Text(f"note: {note}", style="dim") for note in seen.notes))
 
 
+def _style(state: str) -> str:
+    return "bold red" if state in _ALARMING else "green"
+
+
 def _worker_table(workers: list[WorkerView], width: int) -> Table:
     """Lay out the table of workers: those first that are or should be at work."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -291,7 +285,7 @@ def _worker_table(workers: list[WorkerView], width: int) -> Table:
         table.add_column(column.name, justify=justify, no_wrap=True, max_width=32)
     order = sorted(workers, key=lambda view: (view.state in ("done", "gone"), view.id))
     for view in order[:MAX_SHOWN_WORKERS]:
-        styles = {"state": STATE_STYLES.get(view.state, "")}
+        styles = {"state": _style(view.state)}
         table.add_row(*(Text(one.cell(view), styles.get(one.name, "")) for one in columns))
     if len(order) > MAX_SHOWN_WORKERS:
         table.add_row(f"… and {len(order) - MAX_SHOWN_WORKERS} more (--json has all)")
@@ -310,24 +304,15 @@ def command(show: StatusConfig) -> Any:
     from batchinfer.storage.opening import open_store
 
     clock = Clock()
-
-    def look() -> Overview:
-        return run_status(show.look, open_store=open_store, clock=clock)
-
-    if show.prometheus:
-        if show.watch or show.as_json:
-            raise ConfigError(
-                "--prometheus: prints metrics once, without --watch or --json",
-                hint="leave the other option out",
-            )
-        write(metrics_text(look()).decode())
-        return None
     # If stderr is a file, it has no width. A width of 160 characters gives it the whole table.
-    console = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 160)
-    seen = watch(look, console, clock, show.refresh_seconds) if show.watch else look()
+    width, is_quiet = None if sys.stderr.isatty() else 160, show.as_json or show.prometheus
+    console = Console(stderr=True, highlight=False, width=width, quiet=is_quiet and not show.watch)
+    look = partial(run_status, show.look, open_store=open_store, clock=clock)
+    seen = watch(look, console, clock, show.refresh_seconds if show.watch else 0.0)
+    if show.prometheus:
+        write(metrics_text(seen).decode())
+        return None
     if show.as_json:
         return seen
-    if not show.watch:
-        console.print(render(seen, console.width))
     figures: dict[str, Any] = msgspec.to_builtins(seen)
     return {name: value for name, value in figures.items() if not isinstance(value, list)}

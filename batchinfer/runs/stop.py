@@ -40,20 +40,14 @@ def run_stop(config: StopConfig, *, store: Store, clock: Clock) -> dict[str, Any
         InputError: there is no run.
     """
     require_run(store)
-    was_stopped = any(info.key == layout.STOP_KEY for info in store.list(layout.STOP_KEY))
     if config.resume:
         store.delete([layout.STOP_KEY])
-    elif not was_stopped:
+    else:
         # Workers stop because the object exists; what it says only informs people.
         request = {"requested": iso_utc(clock.now())}
-        with contextlib.suppress(AlreadyExists):  # another `stop` has written it meanwhile
+        with contextlib.suppress(AlreadyExists):  # it is stopped already
             store.create(layout.STOP_KEY, codec.encode_pretty(request))
-    return {
-        "status": "SUCCESS",
-        "run": store.url,
-        "stopped": not config.resume,
-        "was_stopped": was_stopped,
-    }
+    return {"status": "SUCCESS", "run": store.url, "stopped": not config.resume}
 
 
 def require_run(store: Store) -> None:
@@ -90,7 +84,7 @@ def command(config: StopConfig) -> dict[str, Any]:
         result["left"] = cancel_launches(store, clock, config.namespace)
     text = "is stopped; its workers end within a heartbeat and their grace"
     if config.resume:
-        text = "may go on; start its workers again" if result["was_stopped"] else "was not stopped"
+        text = "may go on; start its workers again"
     for line in (f"{result['run']}: {text}", *result.get("left", ())):
         say(line)
     return result

@@ -10,8 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from itertools import groupby, islice
-from operator import attrgetter
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -22,13 +21,14 @@ from batchinfer.cli.options import read_recorded, words_of
 from batchinfer.cli.terminal import say
 from batchinfer.core import codec, layout
 from batchinfer.core.clock import Clock
-from batchinfer.core.errors import InputError, ObjectNotFound, RunUnsound
+from batchinfer.core.errors import InputError, RunUnsound
 from batchinfer.core.option_help import NO_OPTION, Opt
 from batchinfer.core.printable import one_line
 from batchinfer.core.records import Marker, Record, Run
 from batchinfer.core.shell import quote
+from batchinfer.engines.engine_config import grouped
 from batchinfer.formats.lines import read_line
-from batchinfer.ledger.audit import CORRUPT, KINDS, LEFTOVER, Finding, audit, find_target
+from batchinfer.ledger.audit import CORRUPT, KINDS, LEFTOVER, Finding, RunTarget, audit, find_target
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.inventory import in_parallel, take_inventory
 from batchinfer.ledger.jobs import ChunkRef, OpenStore
@@ -44,10 +44,8 @@ NUM_COMPARISONS = 4
 """Number of chunks that --deep compares with their outputs at the same time."""
 MAX_PROBLEMS = 5
 """Largest number of problems that are reported of one output. That of another chunk would have one in each line."""
-_ORDER_OF_FIXES = ("chunk", "clean", "resume", "redo", "worker")
-"""Names of fixes, in the order in which the user should apply them: a fix may need an earlier one."""
 _SHOWN = 10
-"""Number of findings of one kind and one fix that are shown in full; the others are only counted."""
+"""Number of findings with one fix that are shown in full; the others are only counted."""
 
 
 _RUN_CODE = (
@@ -78,10 +76,8 @@ class Verdict(NamedTuple):
 
     result: dict[str, Any]
     findings: list[Finding]
-    """In the order in which they should be fixed."""
-    run: str
-    worker: str
-    """The worker command that does the missing chunks."""
+    mends: dict[str, str]
+    """The commands, or sentences, that say how to fix the findings, by their `fix`: in the order to apply them."""
 
     @property
     def is_sound(self) -> bool:
@@ -89,50 +85,28 @@ class Verdict(NamedTuple):
         return bool(self.result["status"] == "SOUND")
 
     def lines(self) -> Iterator[str]:
-        """Yield lines of text: findings by fix and kind, a few of each, and after them how to fix them."""
-        for (fix, kind), group in groupby(self.findings, key=attrgetter("fix", "kind")):
-            found = list(group)
+        """Yield lines of text: the findings of each fix, the first ones in full, and after them how to fix them."""
+        for fix, mend in self.mends.items():
+            found = [finding for finding in self.findings if finding.fix == fix]
             for finding in found[:_SHOWN]:
-                yield one_line(f"{kind}: {finding.subject}: {finding.problem}")
+                yield one_line(f"{finding.kind}: {finding.subject}: {finding.problem}")
             if len(found) > _SHOWN:
-                yield f"{kind}: … and {len(found) - _SHOWN} more (--json lists them all)"
-            yield f"  fix: {self.command(fix, [finding.subject for finding in found])}"
-            if fix == "redo":
-                yield f"  then: {self.worker}"
+                yield f"… and {len(found) - _SHOWN} more (--json lists them all)"
+            yield f"  fix: {mend}"
 
     def as_json(self) -> dict[str, Any]:
-        """The summary with all findings added, each with the command or sentence that says how to fix it."""
-        findings = [
-            {**msgspec.to_builtins(found), "mend": self.command(found.fix, [found.subject])}
-            for found in self.findings
-        ]
-        return {**self.result, "findings": findings}
+        """The summary with all findings added, and how to fix them."""
+        findings = msgspec.to_builtins(self.findings)
+        return {**self.result, "findings": findings, "mends": self.mends}
 
     def error(self) -> RunUnsound:
         """The error for a run that is not sound. The error's hint says what the user should do first."""
         counts = [f"{self.result[kind]} {kind}" for kind in KINDS if self.result[kind]]
         sound, total = self.result["chunks_sound"], self.result["chunks_total"]
-        # No worker starts while the run is stopped, so that request comes first, though it does no harm.
-        first = next(it.fix for it in self.findings if it.kind != LEFTOVER or it.fix == "resume")
         return RunUnsound(
-            f"{self.run}: {sound} of {total} chunks are done and sound; {', '.join(counts)}",
-            hint=self.command(first, [it.subject for it in self.findings if it.fix == first]),
+            f"{self.result['run']}: {sound} of {total} chunks are done and sound; {', '.join(counts)}",
+            hint=next(iter(self.mends.values())),
         )
-
-    def command(self, fix: str, subjects: list[str]) -> str:
-        """Return the command that fixes findings, or a sentence if no command does.
-
-        `fix` is the name of the fix, and `subjects` are the chunks or keys of the findings.
-        """
-        place = quote(self.run)
-        redo = " ".join(f"--redo {quote(name)}" for name in dict.fromkeys(subjects))
-        return {
-            "worker": self.worker,
-            "redo": f"batchinfer clean {place} {redo} --yes",
-            "clean": f"batchinfer clean {place} --yes",
-            "resume": f"batchinfer stop --resume {place}",
-            "chunk": "restore the chunk as job.json describes it, or split again into another job",
-        }[fix]
 
 
 def run_verify(config: VerifyConfig, *, open_store: OpenStore, clock: Clock) -> Verdict:
@@ -151,35 +125,31 @@ def run_verify(config: VerifyConfig, *, open_store: OpenStore, clock: Clock) -> 
     target = find_target(store, open_store, job_url=config.job)
     sound, findings = audit(target, inventory)
     prompt = prompt_of(target.run)
-    passed = [] if config.deep else [marker for _, marker in sound]
-    with ExitStack() as stack:
-        if config.deep:
-            logger.info("reading %d chunks and their outputs", len(sound))
-            scratch = stack.enter_context(closing(Scratch(config.scratch_dir)))
 
-        def compare(pair: tuple[ChunkRef, Marker]) -> tuple[str, list[str]]:
-            """Compare a chunk with its output. Return how to fix what is wrong, and the problems."""
-            ref, marker = pair
-            output = scratch.new_path("output")
-            with ExitStack() as copies:
-                copies.callback(remove_quietly, output)
-                try:
-                    store.download(layout.output_key(marker.output), output)
-                    chunk = fetch(open_store(ref.root), ref, scratch).path
-                    copies.callback(remove_quietly, chunk)
-                    found = _problems_of(output, chunk, ref, marker, prompt)
-                    return "redo", list(islice(found, MAX_PROBLEMS))
-                except ObjectNotFound:
-                    return "redo", [f"{marker.output}: vanished"]
-                except InputError as error:
-                    return "chunk", [f"the chunk itself: {error.message}"]
+    def compare(pair: tuple[ChunkRef, Marker]) -> list[Finding]:
+        """Read a chunk and its output, and return what is wrong with them."""
+        ref, marker = pair
+        output = scratch.new_path("output")
+        fix, problems = "redo", list[str]()
+        with ExitStack() as copies:
+            copies.callback(remove_quietly, output)
+            try:
+                store.download(layout.output_key(marker.output), output)
+                chunk = fetch(open_store(ref.root), ref, scratch).path
+                copies.callback(remove_quietly, chunk)
+                found = _problems_of(output, chunk, ref, marker, prompt)
+                problems += islice(found, MAX_PROBLEMS)
+            except InputError as error:
+                fix, problems = "chunk", [f"the chunk itself: {error.message}"]
+        return [Finding(CORRUPT, ref.name, problem, fix) for problem in problems]
 
-        compared = in_parallel(compare, sound if config.deep else (), NUM_COMPARISONS)
-        for (fix, problems), (ref, marker) in zip(compared, sound, strict=config.deep):
-            passed += [] if problems else [marker]
-            for problem in problems:
-                findings.append(Finding(CORRUPT, ref.name, problem, fix))
-    worker = worker_command(target.run, store.url, target.job_url)
+    if config.deep:
+        logger.info("reading %d chunks and their outputs", len(sound))
+        with closing(Scratch(config.scratch_dir)) as scratch:
+            for found in in_parallel(compare, sound, NUM_COMPARISONS):
+                findings += found
+    broken = {finding.subject for finding in findings}
+    passed = [marker for ref, marker in sound if ref.name not in broken]
     kinds = Counter(finding.kind for finding in findings)
     result = {
         "status": "SOUND" if set(kinds) <= {LEFTOVER} else "UNSOUND",
@@ -193,8 +163,22 @@ def run_verify(config: VerifyConfig, *, open_store: OpenStore, clock: Clock) -> 
         "output_bytes": sum(marker.output_bytes for marker in passed),
         **msgspec.structs.asdict(add_up(passed)),
     }
-    findings.sort(key=lambda it: (_ORDER_OF_FIXES.index(it.fix), KINDS.index(it.kind)))
-    return Verdict(result, findings, store.url, worker)
+    return Verdict(result, findings, _mends(target, store.url, findings))
+
+
+def _mends(target: RunTarget, url: str, findings: list[Finding]) -> dict[str, str]:
+    """Return how to fix findings, by their `fix`, in the order to apply them: a fix may need an earlier one."""
+    run, again = quote(url), dict.fromkeys(it.subject for it in findings if it.fix == "redo")
+    redo = "".join(f" --redo {quote(name)}" for name in again)
+    mends = {
+        "chunk": "restore the chunk as job.json describes it, or split again into another job",
+        "resume": f"batchinfer stop --resume {run}",
+        "redo": f"batchinfer clean {run}{redo} --yes",
+        "worker": worker_command(target.run, url, target.job_url),
+        "clean": f"batchinfer clean {run} --yes",
+    }
+    wanted = {finding.fix for finding in findings} | ({"worker"} if again else set())
+    return {fix: mend for fix, mend in mends.items() if fix in wanted}
 
 
 # --------------------------------------------------------------------------- an output and its chunk, line by line
@@ -216,49 +200,33 @@ def _problems_of(
     codes: Counter[str] = Counter()
     num_lines, wanted = 0, ref.rows_to_do
     with output.open("rb") as lines, chunk.open("rb") as rows:
-        for line in lines:
+        for num_lines, line in enumerate(lines, 1):
             digest.update(line)
-            if num_lines < wanted:
-                row = ref.first_row + num_lines
-                code, problems = _check_line(line, rows.readline(), row, prompt)
-                yield from (f"line {num_lines}: {problem}" for problem in problems)
-                codes.update(() if code is None else (code,))
-            num_lines += 1
+            if num_lines > wanted:
+                continue
+            number = ref.first_row + num_lines - 1
+            own = _id_of(rows.readline(), number, prompt)
+            try:
+                answer = read_line(line)
+            except InputError as error:
+                yield f"line {num_lines - 1}: {error.message}"
+                continue
+            codes[answer.code] += 1
+            # The worker may give an error row its number as id.
+            is_own = answer.id == own or (not answer.is_ok and answer.id == str(number))
+            if answer.row != number or not is_own:
+                found = f"row {answer.row} with the id {answer.id!r}"
+                yield f"line {num_lines - 1}: is of {found}, expected row {number} with {own!r}"
     if digest.hexdigest() != marker.output_sha256:
         yield f"sha256 {digest.hexdigest()[:12]}…, the marker says {marker.output_sha256[:12]}…"
     if num_lines != wanted:
         yield f"{num_lines} lines, the chunk has {wanted} rows"
     num_ok = codes.pop("", 0)
-    if (num_ok, codes.total()) != (marker.rows_ok, marker.rows_error):
-        says = f"the marker says {marker.rows_ok} and {marker.rows_error}"
-        yield f"{num_ok} rows ok and {codes.total()} errors, {says}"
-    if marker.errors and dict(codes) != marker.errors:
-        yield f"errors {dict(codes)}, the marker says {marker.errors}"
-
-
-def _check_line(
-    line: bytes, row: bytes, number: int, prompt: PromptConfig
-) -> tuple[str | None, list[str]]:
-    """Compare an output line with its row. Return its error code, "" for an answer, and the problems found.
-
-    The code is None if the line cannot be read. `number` is the row's number in the job.
-    """
-    if not line.endswith(b"\n"):
-        return None, ["is cut off"]
-    try:
-        answer = read_line(line[:-1])
-    except InputError as error:
-        return None, [error.message]
-    found = []
-    if answer.row != number:
-        found.append(f"is of row {answer.row}, expected {number}")
-    own = _id_of(row, number, prompt)
-    if own is None and answer.is_ok:
-        found.append("is an answer to a row that cannot be read")
-    # The worker may give an error row its number as id.
-    if answer.id != own and (answer.is_ok or answer.id != str(number)):
-        found.append(f"has the id {answer.id!r}, expected {own or number!r}")
-    return answer.code, found
+    counted = (num_ok, codes.total(), dict(codes))
+    if counted != (said := (marker.rows_ok, marker.rows_error, marker.errors)):
+        yield "rows ok, errors and their codes: {} {} {}, the marker says {} {} {}".format(
+            *counted, *said
+        )
 
 
 def _id_of(row: bytes, number: int, prompt: PromptConfig) -> str | None:
@@ -299,21 +267,16 @@ def worker_command(run: Run, url: str, job_url: str) -> str:
         values = msgspec.structs.asdict(prompt) | {"sampling": prompt.body}
         values |= read_recorded(WorkerConfig, run.recorded.get("options") or {})
         typed = codec.convert(run.recorded.get("server_args") or [], list[str])
-        parts = [*words_of(WorkerConfig, values), *((word, quote(word)) for word in typed)]
+        parts = [*words_of(WorkerConfig, values)]
+        for option, more in grouped(typed):
+            name = option.partition("=")[0].replace("_", "-")
+            parts.append((name, " ".join(map(quote, (option, *more)))))
     except msgspec.ValidationError:  # somebody has edited run.json
         parts = [("…", "…")]
     words = ["batchinfer worker", "--job", quote(job_url), "--output", quote(url)]
-    left_out, is_unsafe = list[str](), False
-    for word, text in parts:
-        if word.startswith("-"):
-            name = word.partition("=")[0].replace("_", "-")
-            is_unsafe = _runs_code(name)
-            left_out += [one_line(name)] * is_unsafe
-        if not is_unsafe:
-            words.append(text)
-    if left_out:
-        shown = ", ".join(left_out)
-        words.append(f"# {shown} left out: add it only if you trust the code that it runs")
+    words += [text for name, text in parts if not _runs_code(name)]
+    if left_out := ", ".join(one_line(name) for name, _ in parts if _runs_code(name)):
+        words.append(f"# {left_out} left out: add it only if you trust the code that it runs")
     return " ".join(words)
 
 
@@ -345,5 +308,5 @@ def command(config: VerifyConfig) -> dict[str, Any]:
         error = verdict.error()
         error.attach_result(result)
         raise error
-    say(f"{verdict.run}: complete and sound, {result['chunks_total']} chunks")
+    say(f"{result['run']}: complete and sound, {result['chunks_total']} chunks")
     return result

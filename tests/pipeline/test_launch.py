@@ -133,7 +133,7 @@ def test_launched_workers_do_the_job(job, call, tmp_path):
     assert (verified.status, verified.result["rows_ok"]) == (0, 60)
     seen = call("status", str(run), "--json").result
     (view,) = seen["launches"]
-    assert (view["expected"], view["seen"], view["away"], view["lost"]) == (2, 2, {}, [])
+    assert (view["workers"], view["away"], view["lost"]) == (2, {}, [])
     names = {worker["id"] for worker in seen["workers"]}
     assert names == {f"{done.result['launch']}-0000{rank}" for rank in (0, 1)}
     body = json.loads((run / "run.json").read_text())["config"]["prompt"]["body"]
@@ -161,7 +161,7 @@ def test_watch_starts_a_worker_again_that_was_killed_until_the_run_is_done(job, 
     assert "\ndone: 60 of 60 rows" in done.err
     wait_for(lambda: states() == ["FAILED", "COMPLETED", "COMPLETED"])
     assert call("verify", str(run)).result["rows_ok"] == 60
-    assert sorted(one["relaunched"] for one in launched(call, run)) == [0, 1]
+    assert sorted(len(one["replaces"]) for one in launched(call, run)) == [0, 1]
 
 
 def test_a_launch_is_stopped_and_cancelled_and_can_be_made_again(job, tmp_path, call):
@@ -307,7 +307,7 @@ def test_workers_of_a_new_launch_may_be_unknown_to_the_cluster_for_a_while(job, 
     os.utime(next(run.glob("launches/*")), (1, 1))
     (view,) = launched(call, run)
     assert (len(view["lost"]), view["coming"]) == (1, 0)
-    assert view["away"] == {"never seen; slurm does not know it": [0]}
+    assert view["away"] == {"never seen; slurm: not known there": [0]}
     monkeypatch.setenv("PATH", "/nowhere")
     seen = call("status", str(run), "--json").result
     assert "slurm cannot be asked here: squeue: is not on the PATH" in " ".join(seen["notes"])
