@@ -21,6 +21,7 @@ from batchinfer.cli.options import read_recorded, words_of
 from batchinfer.cli.terminal import say
 from batchinfer.core import codec, layout
 from batchinfer.core.clock import Clock
+from batchinfer.core.counts import OTHER
 from batchinfer.core.errors import InputError, RunUnsound
 from batchinfer.core.option_help import NO_OPTION, Opt
 from batchinfer.core.printable import one_line
@@ -222,7 +223,9 @@ def _problems_of(
     if num_lines != wanted:
         yield f"{num_lines} lines, the chunk has {wanted} rows"
     num_ok = codes.pop("", 0)
-    counted = (num_ok, codes.total(), dict(codes))
+    # A marker counts what comes after many codes together, in the order in which rows were finished.
+    by_code = marker.errors if OTHER in marker.errors else dict(codes)
+    counted = (num_ok, codes.total(), by_code)
     if counted != (said := (marker.rows_ok, marker.rows_error, marker.errors)):
         yield "rows ok, errors and their codes: {} {} {}, the marker says {} {} {}".format(
             *counted, *said

@@ -1,5 +1,6 @@
 """`batchinfer verify` finds every kind of damage to a run, and the commands that it names fix it."""
 
+import json
 import os
 import re
 import shlex
@@ -273,3 +274,16 @@ def test_many_chunks_are_verified_by_one_listing_in_one_scratch_folder_that_does
     lines = list(verify(store).lines())
     assert [line.partition(":")[0] for line in lines[:10]] == ["missing"] * 10
     assert lines[10].startswith("… and 20 more")
+
+
+def test_a_chunk_with_more_error_codes_than_its_marker_names_is_sound(run):
+    """A marker counts what comes after fifty codes as "other", in the order in which rows were finished."""
+    with_lines(lambda lines: lines.__setitem__(slice(None), map(failed, lines)))(run)
+    change_marker(run, CHUNK, rows_ok=0, rows_error=10, errors={"code17": 1, "other": 9})
+    assert verify(run, deep=True).findings == []
+
+
+def failed(line: bytes) -> bytes:
+    row = json.loads(line)
+    error = {"code": f"code{row['_row']}", "message": "no"}
+    return json.dumps({"_row": row["_row"], "_id": row["_id"], "error": error}).encode()
