@@ -17,14 +17,7 @@ import msgspec
 from batchinfer.collect.collect_config import suffix_of
 from batchinfer.collect.table_files import TableFile
 from batchinfer.core import codec
-from batchinfer.core.errors import (
-    AccessDenied,
-    AlreadyExists,
-    ConfigError,
-    InputError,
-    ObjectNotFound,
-    PreconditionFailed,
-)
+from batchinfer.core.errors import AccessDenied, ConfigError, InputError, ObjectNotFound
 from batchinfer.core.records import Record
 from batchinfer.storage import Object, Store
 from batchinfer.storage.hub import ReadOnlyStore, hub_errors
@@ -61,12 +54,6 @@ class Collected(Record, frozen=True, kw_only=True):
     """Hashes of the files, by their names; on the Hub that of the card, too."""
 
 
-def _raced(where: str) -> InputError:
-    """Return the error for a place that somebody else writes to meanwhile."""
-    hint = "let one command write to one place"
-    return InputError(f"{where}: somebody else writes there at the same time", hint=hint)
-
-
 def _read_record(data: bytes) -> Collected | None:
     """Return the record of a collection; None if it is damaged."""
     with contextlib.suppress(InputError, msgspec.ValidationError):
@@ -99,7 +86,7 @@ class StoreDestination:
         self._store, self._name = store, name
         self._suffix, self._overwrite = suffix, overwrite
         self._old: set[str] = set()
-        self._old_record, self._key, self._is_begun = b"", "", False
+        self._key, self._is_begun = "", False
 
     def prepare(self, key: str) -> Collected | None:
         """Return the record of the collection with this key that is there already; None if there is none, or not whole.
@@ -114,8 +101,7 @@ class StoreDestination:
             return None
         there = {info.key: info.bytes for info in self._store.list("")}
         is_taken = RECORD_KEY in there
-        self._old_record = self._store.get(RECORD_KEY).data if is_taken else b""
-        record = _read_record(self._old_record)
+        record = _read_record(self._store.get(RECORD_KEY).data) if is_taken else None
         self._old = set(filter(OWN_NAME.match, there))
         size = sum(there.get(name, 0) for name in record.sha256) if record else 0
         if record and record.key == key and record.result.get("bytes") == size:
@@ -129,8 +115,8 @@ class StoreDestination:
         """Store a file and return the name that it has at the place. The local file is gone afterwards.
 
         Raises:
-            InputError: Another file is there, which must not be replaced. Or another command has completed the folder
-                meanwhile, whose files stay as they are.
+            InputError: Another file is there, which must not be replaced. Or another command writes to the folder, or
+                has completed it meanwhile.
         """
         name = self._name or f"part-{index:05d}{self._suffix}"
         if not self._name:
@@ -148,49 +134,39 @@ class StoreDestination:
         return name
 
     def _begin(self) -> None:
-        """Let the folder say that this collection is under way.
+        """Let the folder say that this collection is under way, or see that it still says so.
 
         Raises:
-            InputError: Another one is, or is complete.
+            InputError: It does not: another command writes there. Or one has completed the folder since `prepare`.
         """
-        found, started = map(self._there, (RECORD_KEY, STARTED_KEY))
-        record, key = found.data if found else b"", self._key.encode()
-        standing = _read_record(record)
-        is_same = standing is not None and standing.key == self._key
-        is_ours = started is not None and started.data == key
-        is_free = not self._is_begun and record == self._old_record
-        if not (is_same or is_ours or is_free):
-            raise _raced(self._store.url)
+        if not self._is_begun:
+            self.prepare(self._key)
+        started = self._started()
+        is_ours = started is not None and started.data == self._key.encode()
+        if self._is_begun and not is_ours:
+            hint = "let one command write to one place"
+            raise InputError(f"{self._store.url}: somebody else writes there, too", hint=hint)
         if self._is_begun:
             return
-        try:
-            if started is None:
-                self._store.create(STARTED_KEY, key)
-            elif not is_ours:  # a killed command left it
-                self._store.replace(STARTED_KEY, key, etag=started.etag)
-        except (AlreadyExists, PreconditionFailed) as error:
-            raise _raced(self._store.url) from error
-        self._store.delete([RECORD_KEY] if found and record == self._old_record else [])
+        if started is None:
+            self._store.create(STARTED_KEY, self._key.encode())
+        elif not is_ours:  # a killed command left it
+            self._store.replace(STARTED_KEY, self._key.encode(), etag=started.etag)
+        self._store.delete([RECORD_KEY])
         self._is_begun = True
 
-    def _there(self, key: str) -> Object | None:
+    def _started(self) -> Object | None:
         with contextlib.suppress(ObjectNotFound):
-            return self._store.get(key)
+            return self._store.get(STARTED_KEY)
         return None
 
     def finish(self, record: Collected, card: Callable[[], str]) -> None:  # noqa: ARG002 - only the Hub takes a card
         """End the collection, after all files are stored."""
-        if self._name:
-            return
-        self._begin()
-        self._store.delete(sorted(self._old))
-        try:
+        if not self._name:
+            self._begin()
+            self._store.delete(sorted(self._old))
             self._store.create(RECORD_KEY, codec.encode_pretty(record))
-        except AlreadyExists as error:
-            raise _raced(self._store.url) from error
-        started = self._there(STARTED_KEY)
-        is_ours = started is not None and started.data == self._key.encode()
-        self._store.delete([STARTED_KEY] if is_ours else [])
+            self._store.delete([STARTED_KEY])
 
 
 # --------------------------------------------------------------------------- the Hub
