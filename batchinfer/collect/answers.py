@@ -6,7 +6,7 @@ import functools
 import importlib.resources
 import itertools
 import logging
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -86,16 +86,6 @@ def select(
 # --------------------------------------------------------------------------- their columns
 
 
-class _Brought(NamedTuple):
-    """Copies of a chunk's output and of the chunk, or why the output is not what its marker vouches for."""
-
-    ref: ChunkRef
-    marker: Marker
-    output: Path
-    source: Path | None
-    problem: str
-
-
 class Answers:
     """The columns of output lines, in their order, as a table of DuckDB.
 
@@ -132,17 +122,15 @@ class Answers:
         self.ends = [0]
         """Numbers of rows, of which those from one to the next (exclusive) have limited bytes, in order."""
         self._failure: BaseException | None = None
-        text = pa.large_string()
-        schema = pa.schema([("wanted", pa.int64()), ("line", text), ("source", text)])
         # Garbage collection would close it at any time, even while a thread starts, and then wait for ever.
         with (
             sql_errors("an output"),
             scratch_errors(scratch.folder),
-            closing(_bring(selection, scratch, with_sources=with_sources)) as brought,
+            closing(self._bring(selection, scratch, with_sources=with_sources)) as brought,
         ):
-            batches = self._batches(schema, brought)
             sql.execute(text_of("answers.sql"))
             # One statement takes all rows: to plan it takes as long as a thousand of them.
+            schema, batches = _table([]).schema, self._batches(brought)
             sql.register("some_lines", pa.RecordBatchReader.from_batches(schema, batches))
             try:
                 sql.execute(f"CREATE TABLE {name} AS FROM columns_of('some_lines', {with_lines})")
@@ -152,41 +140,50 @@ class Answers:
                 raise
         self.num_rows = sum(marker.rows_done for _, marker in self.found)
 
-    def _batches(self, schema: Any, brought: Iterator[_Brought]) -> Iterator[Any]:
+    def _bring(
+        self, selection: Selection, scratch: Scratch, *, with_sources: bool
+    ) -> Generator[tuple[ChunkRef, Marker, Path, Path | None]]:
+        """Copy all outputs, and their chunks if these are wanted. The copies are removed when they were read."""
+        open_store = functools.cache(selection.open_store)
+
+        def bring(pair: tuple[ChunkRef, Marker]) -> tuple[Path, Path | None, str]:
+            ref, marker = pair
+            output, source, problem = scratch.new_path(ref.name), None, ""
+            try:
+                selection.store.download(layout.output_key(marker.output), output)
+                with output.open("rb") as file:
+                    if codec.sha256_file(file) != marker.output_sha256:
+                        problem = f"the sha256 of {marker.output} is not its marker's"
+            except ObjectNotFound:
+                problem = f"its output {marker.output} is gone"
+            if with_sources and not problem:
+                source = fetch(open_store(ref.root), ref, scratch).path
+            return output, source, problem
+
+        copies = in_parallel(bring, selection.sound, _FETCHERS)
+        for (ref, marker), (output, source, problem) in zip(selection.sound, copies, strict=True):
+            if problem:
+                logger.warning("%s: %s: %s", selection.store.url, ref.name, problem)
+                self.damaged.append(Finding(CORRUPT, ref.name, problem, "redo"))
+            else:
+                yield ref, marker, output, source
+            for path in filter(None, (output, source)):
+                remove_quietly(path)
+
+    def _batches(
+        self, brought: Iterator[tuple[ChunkRef, Marker, Path, Path | None]]
+    ) -> Iterator[Any]:
         """Yield all rows, many at a time: those of many small chunks, too, for each batch takes a while."""
-        import numpy as np
-        import pyarrow as pa
-
-        # `pa.array` would import pandas.
-        def texts(lines: Sequence[bytes]) -> Any:
-            ends = np.cumsum([0, *map(len, lines)])
-            buffers = [None, pa.py_buffer(ends), pa.py_buffer(b"".join(lines))]
-            return pa.Array.from_buffers(pa.large_string(), len(lines), buffers)
-
-        def batch() -> Any:
-            numbers, lines, sources = zip(*held, strict=True)
-            wanted = [None, pa.py_buffer(np.array(numbers, np.int64))]
-            columns = [
-                pa.Array.from_buffers(pa.int64(), len(held), wanted),
-                texts(lines),
-                texts(sources),
-            ]
-            return pa.RecordBatch.from_arrays(columns, schema=schema)
-
         held, num_bytes, row = list[tuple[int, bytes, bytes]](), 0, 0
         try:
-            for ref, marker, output, source, problem in brought:
-                if problem:
-                    found = Finding(kind=CORRUPT, subject=ref.name, problem=problem, fix="redo")
-                    self.damaged.append(found)
-                    continue
+            for ref, marker, output, source in brought:
                 row = ref.first_row
                 for line, text in _rows(output, source):
                     held.append((row, line, text))
                     row += 1
                     num_bytes += len(line) + len(text) + _ROW_BYTES
                     if num_bytes >= _BLOCK_BYTES:
-                        yield batch()
+                        yield from _table(held).to_batches()
                         self.ends.append(row)
                         held, num_bytes = [], 0
                 if row != ref.first_row + marker.rows_done:
@@ -194,7 +191,7 @@ class Answers:
                     raise InputError(f"{ref.name}: its output {what}", hint=ASK_VERIFY)
                 self.found.append((ref, marker))
             if held:
-                yield batch()
+                yield from _table(held).to_batches()
                 self.ends.append(row)
         except BaseException as error:
             self._failure = error
@@ -204,7 +201,7 @@ class Answers:
         """Return the values of aggregates over all rows."""
         return rows_of(self._sql, f"SELECT {', '.join(expressions)} FROM {self._name}")[0]
 
-    def columns(self, wanted: Sequence[str]) -> dict[str, str]:
+    def columns(self, *wanted: str) -> dict[str, str]:
         """Return the columns of the table in order: expressions over `answers`, by their names.
 
         Columns without any value are left out, but for those that every table has and for `wanted`.
@@ -226,30 +223,14 @@ class Answers:
         return found | {name: name for name in ("error_code", "error_message")}
 
 
-def _bring(selection: Selection, scratch: Scratch, *, with_sources: bool) -> Generator[_Brought]:
-    """Copy all outputs, and their chunks if these are wanted. The copies are removed when they were read."""
-    open_store = functools.cache(selection.open_store)
+def _table(rows: list[tuple[int, bytes, bytes]]) -> Any:
+    """Return rows as an Arrow table: their numbers, their lines in the output, and in the chunk."""
+    import polars as pl  # pyarrow would import pandas for this
 
-    def bring(pair: tuple[ChunkRef, Marker]) -> _Brought:
-        ref, marker = pair
-        output, source, problem = scratch.new_path(ref.name), None, ""
-        try:
-            selection.store.download(layout.output_key(marker.output), output)
-            with output.open("rb") as file:
-                if codec.sha256_file(file) != marker.output_sha256:
-                    problem = f"the sha256 of {marker.output} is not its marker's"
-        except ObjectNotFound:
-            problem = f"its output {marker.output} is gone"
-        if with_sources and not problem:
-            source = fetch(open_store(ref.root), ref, scratch).path
-        return _Brought(ref, marker, output, source, problem)
-
-    for each in in_parallel(bring, selection.sound, _FETCHERS):
-        if each.problem:
-            logger.warning("%s: %s: %s", selection.store.url, each.ref.name, each.problem)
-        yield each
-        for path in filter(None, (each.output, each.source)):
-            remove_quietly(path)
+    names = {"wanted": pl.Int64, "line": pl.Binary, "source": pl.Binary}
+    columns = zip(*rows, strict=True) if rows else [(), (), ()]
+    frame = pl.DataFrame(dict(zip(names, map(list, columns), strict=True)), names)
+    return frame.cast({pl.Binary: pl.String}, strict=False).to_arrow()
 
 
 def _rows(output: Path, source: Path | None) -> Iterator[tuple[bytes, bytes]]:
