@@ -6,22 +6,17 @@ becomes another: no float stands for an integer that it would round, and no numb
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
-import logging
 import math
 import re
-from collections.abc import Mapping
+from base64 import b64decode
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any
-
-import msgspec
 
 from batchinfer.collect.answers import Answers, quoted, rows_of
 from batchinfer.core.json_text import is_deep
-from batchinfer.core.units import many
-
-logger = logging.getLogger(__name__)
 
 MAX_NAMES = 100
 """Most names of an object. One with more is probably a map with arbitrary keys, and stays JSON text."""
@@ -31,8 +26,8 @@ _FLOAT_DIGITS, _INT_DIGITS = 16, 19
 _MOST_LEVELS = 40
 """Levels of arrays and objects that make a column. Readers of parquet take no more than 100, two for a list."""
 
-_OF_SCHEMA = {"string": "VARCHAR", "integer": "BIGINT", "number": "DOUBLE", "boolean": "BOOLEAN"}
-"""DuckDB's names for the types of a JSON schema's simple members."""
+_EXAMPLES = {"string": "", "integer": 0, "number": 0.5, "boolean": True}
+"""Values of the simple types of a JSON schema."""
 
 Shape = Any
 """As `json_group_structure` gives it: the name of a type, a list of one shape, or shapes by the names of members."""
@@ -45,7 +40,7 @@ class JsonColumns:
         sql: Connection with the relation.
         relation: SQL of a relation.
         value: SQL of its JSON values. Those that are no objects count as null.
-        known: Types that the run's schema gives to members. A member gets its type if all of its values fit.
+        example: An object with values of the types that members should have where all of their values fit.
         most_names: Most names that all objects together may have, else they have no columns.
     """
 
@@ -54,29 +49,23 @@ class JsonColumns:
         sql: Any,
         relation: str,
         value: str,
-        known: Mapping[str, str] | None = None,
+        example: Mapping[str, Any] | None = None,
         *,
         most_names: float = math.inf,
     ) -> None:
         self._value = f"CASE WHEN json_type({value}) = 'OBJECT' THEN {value} END"
-        shape = _group(sql, relation, self._value)
+        shape = _group(sql, relation, self._value, example)
         self.is_flat = shape != "JSON" and len(shape) <= most_names
         """Whether the objects have few members, none of them nested deep."""
         shape = shape if self.is_flat and isinstance(shape, dict) else {}
-        folded = [name.casefold() for name in shape | dict(known or {})]
-        odd = {name for name in folded if not name or folded.count(name) > 1}
-        shape = {name: "JSON" if name.casefold() in odd else kind for name, kind in shape.items()}
+        count = Counter(map(str.casefold, shape))
+        shape = {
+            name: kind if name and count[name.casefold()] == 1 else "JSON"
+            for name, kind in shape.items()
+        }
         self.kinds = _fitting(
             sql, relation, {name: (self._member(name), kind) for name, kind in shape.items()}
         )
-        wider = {
-            name: (self._member(name), kind)
-            for name, kind in (known or {}).items()
-            if self.kinds.get(name, "NULL") in ("NULL", "BIGINT" if kind == "DOUBLE" else "")
-            and name.casefold() not in odd
-        }
-        fitting = _fitting(sql, relation, wider)
-        self.kinds |= {name: kind for name, kind in fitting.items() if kind != "JSON"}
 
     @property
     def json_texts(self) -> list[str]:
@@ -116,9 +105,12 @@ def shape_of(sql: Any, relation: str, value: str) -> Shape:
     return _fitting(sql, relation, {"": (value, found)})[""]
 
 
-def _group(sql: Any, relation: str, value: str) -> Shape:
+def _group(sql: Any, relation: str, value: str, example: Mapping[str, Any] | None = None) -> Shape:
     # DuckDB keeps all values that json_group_structure reads, so it gets one of each structure.
     rows = f"(SELECT {value} AS v, row_number() OVER () AS r FROM {relation})"
+    if example:
+        text = quoted(json.dumps(example), "'")
+        rows = f"(FROM {rows} UNION ALL SELECT {text}::JSON, {2**62})"
     some = (
         f"SELECT any_value(v) AS v, min(r) AS r FROM {rows} GROUP BY json_structure(v) ORDER BY r"
     )
@@ -179,53 +171,37 @@ def schema_of(body: Mapping[str, Any]) -> tuple[bool, Any]:
     return schema is not None or bool(is_json), schema
 
 
-def types_of(schema: Any) -> dict[str, str]:
-    """Return DuckDB's types of the members to which a schema gives simple ones."""
+def example_of(schema: Any) -> dict[str, Any]:
+    """Return values of the members to which a schema gives simple types."""
     members = schema.get("properties") if isinstance(schema, Mapping) else None
     return {
-        name: _OF_SCHEMA[member["type"]]
+        name: _EXAMPLES[member["type"]]
         for name, member in (members if isinstance(members, Mapping) else {}).items()
-        if isinstance(member, Mapping) and str(member.get("type")) in _OF_SCHEMA
+        if isinstance(member, Mapping) and str(member.get("type")) in _EXAMPLES
     }
 
 
-class AnswerSchema:
-    """A JSON schema that answers are validated against. It fetches no schema from elsewhere.
+def validator_of(schema: Any) -> Callable[[str | None, str | None], bool | None] | None:
+    """Return a function of an answer and its finish reason that says whether the answer keeps a JSON schema.
 
-    Args:
-        schema: The schema. If it is no valid one, `is_usable` is False, and no answer is validated.
+    The function returns None for an answer that did not end by itself, and where the schema refers to another place
+    (it fetches none), or has a pattern or a number that Python cannot use.
+
+    Returns:
+        The function; None if the schema is no valid one.
     """
+    import jsonschema
+    import referencing
 
-    def __init__(self, schema: Any) -> None:
-        import jsonschema
-        import referencing
+    if not isinstance(schema, Mapping) or not isinstance(schema.get("$schema", ""), str):
+        return None
+    kind = jsonschema.validators.validator_for(schema)
+    if list(kind(kind.META_SCHEMA).iter_errors(schema)):
+        return None
+    validator = kind(schema, registry=referencing.Registry())
+    unusable = (referencing.exceptions.Unresolvable, re.error, OverflowError, RecursionError)
 
-        self.is_usable = False
-        """Whether answers can be validated."""
-        if isinstance(schema, Mapping) and isinstance(schema.get("$schema", ""), str):
-            kind = jsonschema.validators.validator_for(schema)
-            self.is_usable = not list(kind(kind.META_SCHEMA).iter_errors(schema))
-            self._validator = kind(schema, registry=referencing.Registry())
-
-    def array(self, texts: Any, reasons: Any) -> Any:
-        """Return whether the answers of an Arrow column are valid: a truth value a row, or a list of them.
-
-        Null for an answer that did not end by itself, and where the schema refers to another place, or has a pattern or
-        a number that Python cannot use.
-        """
-        import pyarrow as pa
-
-        is_list = pa.types.is_list(texts.type)
-        kind = pa.list_(pa.bool_()) if is_list else pa.bool_()
-        found = map(self._is_valid, texts.to_pylist(), reasons.to_pylist())
-        return pa.array(found, kind)
-
-    def _is_valid(self, text: Any, reason: Any) -> Any:
-        from referencing.exceptions import Unresolvable
-
-        if isinstance(text, list):
-            reasons = reason if isinstance(reason, list) else [reason] * len(text)
-            return list(map(self._is_valid, text, reasons))
+    def is_valid(text: str | None, reason: str | None) -> bool | None:
         if text is None or reason != "stop":
             return None
         try:
@@ -233,83 +209,56 @@ class AnswerSchema:
         except (ValueError, RecursionError):
             return False
         try:
-            return bool(self._validator.is_valid(answer))
-        except (Unresolvable, re.error, OverflowError, RecursionError):
+            return bool(validator.is_valid(answer))
+        except unusable:
             return None
 
-
-def num_broken(column: Any) -> int:
-    """Return how many answers of such a column break the schema."""
-    from pyarrow import compute, types
-
-    flat = compute.list_flatten(column) if types.is_list(column.type) else column
-    return compute.sum(compute.invert(flat)).as_py() or 0
+    return is_valid
 
 
 # --------------------------------------------------------------------------- vectors
 
-_decode_vectors = msgspec.json.Decoder(list[float | list[float | None] | None] | str).decode
+_FLOATS = (
+    """CASE WHEN v[1] = '"' THEN floats_of(trim(v, '"')) ELSE TRY_CAST(v::JSON AS FLOAT[]) END"""
+)
 _LENGTH = r"""CASE WHEN regexp_matches(v, '^\s*\[\s*\[') THEN -1
 WHEN v[1] = '"' THEN length(trim(v, '"=')) * 3 // 16 ELSE json_array_length(v) END"""
 _ALL = "coalesce(list_transform(items, lambda i: i.embedding), [embedding])"
 _LENGTHS = f"list_transform({_ALL}, lambda v: {_LENGTH})"
 
 
-class VectorColumn:
-    """A column of vectors: its name and type, which are those of all rows.
+def vector_column(answers: Answers, task: str, column: str, value: str) -> tuple[str, str]:
+    """Return name and SQL of the column of vectors, with the type of all rows. What is no vector becomes null.
 
     Args:
-        answers: The answers, some of which have vectors.
+        answers: The answers, some of which have vectors. Their connection has the function `floats_of`.
         task: The run's task.
         column: The column that holds them as JSON texts: `embedding`, or `embeddings` if a row may have several.
+        value: SQL of that column.
     """
+    is_list = column == "embeddings"
+    least, most = answers.one(f"min(list_min({_LENGTHS}))", f"max(list_max({_LENGTHS}))")
+    is_nested, is_number = least < 0, task == "reward" and least == most == 1
+    vector = f"TRY_CAST({_FLOATS} AS FLOAT[{most if least == most > 0 else ''}])"
+    name = "reward" if task == "reward" and (is_number or is_nested) else "embedding"
+    if is_nested:
+        vector = "TRY_CAST(v::JSON AS FLOAT[][])"
+        name = "token_embeddings" if name == "embedding" else "rewards"
+    elif is_number:
+        vector += "[1]"
+    every = f"list_transform({value if is_list else f'[{value}]'}, lambda v: {vector})"
+    return f"{name}s" if is_list and not is_nested else name, every if is_list else f"({every})[1]"
 
-    def __init__(self, answers: Answers, task: str, column: str) -> None:
-        import pyarrow as pa
 
-        is_list = column == "embeddings"
-        least, most = answers.one(f"min(list_min({_LENGTHS}))", f"max(list_max({_LENGTHS}))")
-        self._is_nested = least < 0
-        self._is_number = task == "reward" and least == most == 1
-        is_reward = task == "reward" and (self._is_number or self._is_nested)
-        self.name = "reward" if is_reward else "embedding"
-        if self._is_nested:
-            self.name = "rewards" if is_reward else "token_embeddings"
-        elif is_list:
-            self.name += "s"
-        self._length = most if least == most > 0 else -1
-        self._num_odd = 0
-        self.type = pa.list_(pa.float32(), self._length)
-        if self._is_number:
-            self.type = pa.float32()
-        for is_so in (self._is_nested, is_list):
-            self.type = pa.list_(self.type) if is_so else self.type
+def floats_of(texts: Any) -> Any:
+    """Return the vectors of an Arrow array of base64 texts; null for a text that is none."""
+    import numpy as np
+    import pyarrow as pa
 
-    def array(self, table: Any) -> Any:
-        """Return this column of a table as an Arrow array, of its JSON texts. What is no vector becomes null."""
-        import pyarrow as pa
-
-        found = [self._value(text) for text in table[self.name].to_pylist()]
-        if self._num_odd:
-            logger.warning("%s cannot be read: null here", many(self._num_odd, "vector"))
-            self._num_odd = 0
-        return pa.array(found, self.type)
-
-    def _value(self, text: Any) -> Any:
-        import numpy as np
-
-        if text is None or isinstance(text, list):
-            return text and list(map(self._value, text))
+    def vector(text: str | None) -> Any:
         try:
-            value = _decode_vectors(text)
-            if self._is_nested and value == []:
-                return []
-            if isinstance(value, str):
-                value = np.frombuffer(base64.b64decode(value, validate=True), "<f4")
-            found = np.array(value, np.float32, ndmin=2)
-            if found.shape[1] != self._length > 0:
-                raise ValueError("another length")
+            return None if text is None else np.frombuffer(b64decode(text, validate=True), "<f4")
         except ValueError:
-            self._num_odd += 1
             return None
-        return list(found) if self._is_nested else found[0, 0] if self._is_number else found[0]
+
+    return pa.array(map(vector, texts.to_pylist()), pa.list_(pa.float32()))

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from batchinfer.collect.table_files import grouped
 from batchinfer.core.errors import ConfigError, InputError, near
 from batchinfer.core.records import Job, SourceFile
 from batchinfer.split.files import opened
@@ -63,12 +64,17 @@ class ParquetSource:
             if pa.types.is_floating(self._types.field(path).type):  # as it is in other files
                 _check_exact(path, part)
         num_rows = sum(footer.num_rows for footer in footers)
-        self.at_once = min(_BATCH_ROWS, max(1, _BLOCK_BYTES * num_rows // max(1, size)))
+        self._at_once = min(_BATCH_ROWS, max(1, _BLOCK_BYTES * num_rows // max(1, size)))
         """Number of rows whose columns have limited bytes, by the mean. Texts that repeat count as one."""
-        self._tables, self._held, self._first = self.batches(), self.schema.empty_table(), 0
 
-    def batches(self) -> Iterator[Any]:
-        """Yield all rows in order, as Arrow tables."""
+    def tables(self) -> Iterator[tuple[int, Any]]:
+        """Yield all rows in order, as Arrow tables of limited bytes, each with the number of its first row."""
+        first = 0
+        for table in grouped(self._batches(), self._at_once):
+            yield first, table
+            first += len(table)
+
+    def _batches(self) -> Iterator[Any]:
         import pyarrow as pa
         from pyarrow import dataset
 
@@ -78,34 +84,11 @@ class ParquetSource:
                 rows = dataset.FileSystemDataset([kind.make_fragment(there)], self._types, kind)
                 for batch in rows.to_batches(
                     columns=self.schema.names,
-                    batch_size=self.at_once,
+                    batch_size=self._at_once,
                     batch_readahead=1,
                     use_threads=False,
                 ):
                     yield pa.table(batch)
-
-    def take(self, rows: Any) -> Any:
-        """Return the rows of some numbers (an array that rises) as an Arrow table.
-
-        The numbers rise from call to call, too; with lower ones than before, a new pass over the files begins.
-
-        Raises:
-            InputError: the source ends before.
-        """
-        import pyarrow as pa
-
-        if not len(rows):
-            return self.schema.empty_table()
-        if rows[0] < self._first:
-            self._tables, self._held, self._first = self.batches(), self.schema.empty_table(), 0
-        while self._first + len(self._held) <= rows[-1]:
-            table = next(self._tables, None)
-            if table is None:
-                raise InputError("the source has not all rows any more", hint="collect again")
-            passed = min(max(0, rows[0] - self._first), len(self._held))
-            self._held = pa.concat_tables([self._held.slice(passed), table])
-            self._first += passed
-        return self._held.take(pa.array(rows - self._first))
 
 
 def _check_exact(name: str, part: Any) -> None:

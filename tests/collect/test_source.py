@@ -2,6 +2,7 @@
 
 import datetime
 import json
+from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -115,9 +116,14 @@ def test_where_takes_no_column_for_another_and_names_those_that_it_knows(tmp_pat
 
 def test_windows_hold_limited_bytes_of_the_columns_that_are_taken(tmp_path, monkeypatch):
     sizes = []
-    take = ParquetSource.take
-    counting = lambda taker, rows: sizes.append(len(rows)) or take(taker, rows)  # noqa: E731
-    monkeypatch.setattr(ParquetSource, "take", counting)
+    tables = ParquetSource.tables
+
+    def counting(source: ParquetSource) -> Iterator[Any]:
+        for first, table in tables(source):
+            sizes.append(len(table))
+            yield first, table
+
+    monkeypatch.setattr(ParquetSource, "tables", counting)
     monkeypatch.setattr(source, "_BLOCK_BYTES", 8_000)
     large = [f"{row}" + "x" * 1000 for row in range(ROWS)]
     table = pa.table({"large": large, "large.not": range(ROWS)})
@@ -178,9 +184,9 @@ def test_a_source_that_is_not_the_same_any_more_is_not_read(what, tmp_path):
 
 
 def test_a_source_that_loses_rows_meanwhile_loses_no_answers(tmp_path, monkeypatch):
-    batches = ParquetSource.batches
+    tables = ParquetSource.tables
     run = finished(tmp_path, pa.table(COLUMNS))
-    monkeypatch.setattr(ParquetSource, "batches", lambda source: iter(list(batches(source))[:-1]))
+    monkeypatch.setattr(ParquetSource, "tables", lambda source: list(tables(source))[:-1])
     with pytest.raises(InputError, match="not all rows"):
         collect(run, tmp_path / "out.parquet", with_source=True)
     assert not (tmp_path / "out.parquet").exists()
