@@ -16,7 +16,7 @@ from batchinfer.core.clock import Clock
 from batchinfer.core.errors import InputError, ObjectNotFound, ScratchFull
 from batchinfer.core.json_text import is_deep
 from batchinfer.core.records import Marker
-from batchinfer.ledger.audit import CORRUPT, LEFTOVER, Finding, RunTarget, audit, find_target
+from batchinfer.ledger.audit import CORRUPT, MISSING, Finding, RunTarget, audit, find_target
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.inventory import in_parallel, take_inventory
 from batchinfer.ledger.jobs import ChunkRef, OpenStore
@@ -29,6 +29,7 @@ ASK_VERIFY = "`batchinfer verify --deep` says how to fix it"
 _MEMORY = "768MB"
 """Memory for DuckDB. What does not fit goes to the scratch folder."""
 _FETCHERS = 4
+_SHOWN = 10
 _BLOCK_BYTES = 8 << 20
 """Bytes of lines that are turned into columns at once, and of which columns are read at once."""
 _ROW_BYTES = 400
@@ -75,12 +76,10 @@ def select(
     inventory = take_inventory(store, now=clock.now())
     target = find_target(store, open_store, job_url=job_url)
     sound, findings = audit(target, inventory)
-    gaps = {
-        found.subject: found
-        for found in findings
-        if found.kind != LEFTOVER and found.subject in target.expected
-    }
-    return Selection(store, open_store, target, sound, list(gaps.values()))
+    gaps = [found for found in findings if found.subject in target.expected]
+    for gap in [gap for gap in gaps if gap.kind != MISSING][:_SHOWN]:
+        logger.warning("%s: %s: %s: %s", url, gap.kind, gap.subject, gap.problem)
+    return Selection(store, open_store, target, sound, gaps)
 
 
 # --------------------------------------------------------------------------- their columns
@@ -206,20 +205,18 @@ class Answers:
 
         Columns without any value are left out, but for those that every table has and for `wanted`.
         """
-        lists = {name: f"list_transform(items, lambda i: i.{name})" for name in _SEVERAL}
-        several = (f"bool_or(list_any_value({each}) IS NOT NULL)" for each in lists.values())
-        is_many = dict(zip(lists, self.one(*several), strict=True))
-        names = (*_SEVERAL, *_OPTIONAL)
-        count = dict(zip(names, self.one(*(f"count({name})" for name in names)), strict=True))
+        every = {name: f"list_transform(items, lambda i: i.{name})" for name in _SEVERAL}
+        first = [f"coalesce(list_any_value({values}), {name})" for name, values in every.items()]
+        counts = self.one("count(items)", *(f"count({name})" for name in (*first, *_OPTIONAL)))
         found = {name: name for name in ("_row", "_id", "status")}
-        for name in _SEVERAL:
-            if is_many[name]:
-                found[name.removesuffix("s") + "s"] = (
-                    f"coalesce({lists[name]}, if({name} IS NULL, NULL, [{name}]))"
-                )
-            elif count[name] or name in wanted:
+        for name, count in zip((*_SEVERAL, *_OPTIONAL), counts[1:], strict=True):
+            if not count and name not in (*wanted, *_COUNTS):
+                continue
+            if counts[0] and name in every:
+                values = f"coalesce({every[name]}, if({name} IS NULL, NULL, [{name}]))"
+                found[name.removesuffix("s") + "s"] = values
+            else:
                 found[name] = name
-        found |= {name: name for name in _OPTIONAL if count[name] or name in _COUNTS}
         return found | {name: name for name in ("error_code", "error_message")}
 
 

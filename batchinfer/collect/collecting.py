@@ -22,14 +22,13 @@ from batchinfer.core.clock import Clock
 from batchinfer.core.errors import ConfigError, RunUnsound
 from batchinfer.core.records import Marker
 from batchinfer.core.shell import quote
-from batchinfer.ledger.audit import MISSING, Finding, RunTarget
+from batchinfer.ledger.audit import Finding, RunTarget
 from batchinfer.ledger.jobs import ChunkRef, OpenStore, split_name
 from batchinfer.storage.opening import is_inside
 from batchinfer.storage.scratch import Scratch
 
 logger = logging.getLogger(__name__)
 
-_SHOWN = 10
 _LISTED = 1000
 _ALL = 2**62
 _ASIDE = {"run", "dest", "partial", "overwrite", "is_public", "job", "scratch_dir"}
@@ -98,12 +97,8 @@ def _key(
 
 
 def _refuse_gaps(config: CollectConfig, gaps: list[Finding], num_chunks: int) -> None:
-    """Tell of chunks that cannot be collected, and refuse the run unless a part of it is there and asked for."""
-    is_none = len(gaps) == num_chunks
-    is_told = config.partial or is_none
-    for gap in [gap for gap in gaps if gap.kind != MISSING or not is_told][:_SHOWN]:
-        logger.warning("%s: %s: %s", gap.kind, gap.subject, gap.problem)
-    if is_none:
+    """Refuse a run of which chunks cannot be collected, unless a part of it is there and asked for."""
+    if len(gaps) == num_chunks:
         raise RunUnsound(
             f"{config.run}: no chunk is done and sound",
             hint=f"see how it goes: batchinfer status {quote(config.run)}; `batchinfer verify --deep` "

@@ -91,10 +91,11 @@ class Collection:
             has_nulls = {"null_handling": "special"}
             self._sql.create_function("floats_of", floats_of, *kinds, type="arrow", **has_nulls)
             own = self.answers.columns()
-            for name in own.keys() & {"embedding", "embeddings"}:
-                vectors = vector_column(self.answers, task, name, own[name])
-                own = dict(vectors if pair[0] == name else pair for pair in own.items())
-            return own
+            vectors = own.keys() & {"embedding", "embeddings"}
+            return dict(
+                vector_column(self.answers, task, *pair) if pair[0] in vectors else pair
+                for pair in own.items()
+            )
         own = self.answers.columns("text", "finish_reason")
         is_json, schema = schema_of(prompt.get("body") or {})
         if is_json if self._config.answer_json is None else self._config.answer_json:
