@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 from batchinfer.core import codec, layout
 from batchinfer.core.clock import Clock
-from batchinfer.core.errors import InputError, ObjectNotFound, ScratchFull
+from batchinfer.core.errors import InputError, ObjectNotFound, RunUnsound, ScratchFull
 from batchinfer.core.json_text import is_deep
 from batchinfer.core.records import Marker
-from batchinfer.ledger.audit import CORRUPT, MISSING, Finding, RunTarget, audit, find_target
+from batchinfer.ledger.audit import MISSING, Finding, RunTarget, audit, find_target
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.inventory import in_parallel, take_inventory
 from batchinfer.ledger.jobs import ChunkRef, OpenStore
@@ -97,6 +97,7 @@ class Answers:
         with_lines: Whether the output lines themselves are kept, as the column `line`.
 
     Raises:
+        RunUnsound: an output is not what its marker vouches for.
         InputError: a line is not JSON, or is not the one of its row.
     """
 
@@ -114,10 +115,6 @@ class Answers:
         import pyarrow as pa
 
         self._sql, self._name = sql, name
-        self.found: list[tuple[ChunkRef, Marker]] = []
-        """What was read: the chunks, with their markers."""
-        self.damaged: list[Finding] = []
-        """Chunks whose output cannot be used."""
         self.ends = [0]
         """Numbers of rows, of which those from one to the next (exclusive) have limited bytes, in order."""
         self._failure: BaseException | None = None
@@ -137,7 +134,6 @@ class Answers:
                 if self._failure:  # of which DuckDB knows the text only
                     raise self._failure from None
                 raise
-        self.num_rows = sum(marker.rows_done for _, marker in self.found)
 
     def _bring(
         self, selection: Selection, scratch: Scratch, *, with_sources: bool
@@ -145,28 +141,25 @@ class Answers:
         """Copy all outputs, and their chunks if these are wanted. The copies are removed when they were read."""
         open_store = functools.cache(selection.open_store)
 
-        def bring(pair: tuple[ChunkRef, Marker]) -> tuple[Path, Path | None, str]:
+        def bring(pair: tuple[ChunkRef, Marker]) -> tuple[Path, Path | None]:
             ref, marker = pair
-            output, source, problem = scratch.new_path(ref.name), None, ""
+            output, problem = scratch.new_path(ref.name), ""
             try:
                 selection.store.download(layout.output_key(marker.output), output)
                 with output.open("rb") as file:
                     if codec.sha256_file(file) != marker.output_sha256:
-                        problem = f"the sha256 of {marker.output} is not its marker's"
+                        problem = "its sha256 is not its marker's"
             except ObjectNotFound:
-                problem = f"its output {marker.output} is gone"
-            if with_sources and not problem:
-                source = fetch(open_store(ref.root), ref, scratch).path
-            return output, source, problem
+                problem = "is gone"
+            if problem:
+                place = f"{selection.store.url}: {ref.name}: output {marker.output}"
+                raise RunUnsound(f"{place}: {problem}", hint=ASK_VERIFY)
+            return output, fetch(open_store(ref.root), ref, scratch).path if with_sources else None
 
         copies = in_parallel(bring, selection.sound, _FETCHERS)
-        for (ref, marker), (output, source, problem) in zip(selection.sound, copies, strict=True):
-            if problem:
-                logger.warning("%s: %s: %s", selection.store.url, ref.name, problem)
-                self.damaged.append(Finding(CORRUPT, ref.name, problem, "redo"))
-            else:
-                yield ref, marker, output, source
-            for path in filter(None, (output, source)):
+        for (ref, marker), paths in zip(selection.sound, copies, strict=True):
+            yield ref, marker, *paths
+            for path in filter(None, paths):
                 remove_quietly(path)
 
     def _batches(
@@ -188,7 +181,6 @@ class Answers:
                 if row != ref.first_row + marker.rows_done:
                     what = f"has {row - ref.first_row} lines, expected {marker.rows_done}"
                     raise InputError(f"{ref.name}: its output {what}", hint=ASK_VERIFY)
-                self.found.append((ref, marker))
             if held:
                 yield from _table(held).to_batches()
                 self.ends.append(row)
