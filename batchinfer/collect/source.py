@@ -15,8 +15,6 @@ logger = logging.getLogger(__name__)
 
 _BLOCK_BYTES = 8 << 20
 _BATCH_ROWS = 4096
-_EXACT = 2**53
-"""Up to here each integer is a float."""
 
 
 def chosen(columns: Sequence[str], known: Sequence[str]) -> list[str]:
@@ -40,8 +38,8 @@ class ParquetSource:
 
     Raises:
         ConfigError: the source has no such column.
-        Exception: a file is gone, has changed or cannot be read, or the files' columns have no types in common, or
-            types of which Arrow takes no rows.
+        Exception: a file is gone, has changed or cannot be read; a column has different types in the files, or a type of
+            which Arrow takes no rows.
     """
 
     def __init__(self, job: Job, columns: Sequence[str]) -> None:
@@ -50,19 +48,16 @@ class ParquetSource:
         self._files = job.files
         footers = list(map(_footer_of, self._files))
         schemas = [footer.schema.to_arrow_schema().remove_metadata() for footer in footers]
-        self._types = pa.unify_schemas(schemas, promote_options="permissive")
+        self._types = pa.unify_schemas(schemas)
         names = chosen(columns, [name for name in job.columns if name in self._types.names])
         self.schema = pa.schema([self._types.field(name) for name in names])
         self.schema.empty_table().take(pa.array([], pa.int64()))
         groups = (each.row_group(index) for each in footers for index in range(each.num_row_groups))
-        own, size = tuple(f"{name}." for name in names), 0
-        for part in (group.column(index) for group in groups for index in range(group.num_columns)):
-            path = part.path_in_schema
-            size += part.total_uncompressed_size if f"{path}.".startswith(own) else 0
-            if path not in names or part.physical_type != "INT64":
-                continue
-            if pa.types.is_floating(self._types.field(path).type):  # as it is in other files
-                _check_exact(path, part)
+        parts = (group.column(index) for group in groups for index in range(group.num_columns))
+        own = tuple(f"{name}." for name in names)
+        size = sum(
+            x.total_uncompressed_size for x in parts if f"{x.path_in_schema}.".startswith(own)
+        )
         num_rows = sum(footer.num_rows for footer in footers)
         self._at_once = min(_BATCH_ROWS, max(1, _BLOCK_BYTES * num_rows // max(1, size)))
         """Number of rows whose columns have limited bytes, by the mean. Texts that repeat count as one."""
@@ -89,15 +84,6 @@ class ParquetSource:
                     use_threads=False,
                 ):
                     yield pa.table(batch)
-
-
-def _check_exact(name: str, part: Any) -> None:
-    """Raise InputError unless all integers of a part of a column have their floats."""
-    there = part.statistics
-    if there and there.has_min_max and max(-there.min, there.max) <= _EXACT:
-        return
-    if not there or there.null_count != part.num_values:
-        raise InputError(f"column {name!r}: not every integer has its float")
 
 
 def open_parquet(job: Job, columns: Sequence[str]) -> ParquetSource | None:
