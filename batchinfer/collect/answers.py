@@ -190,7 +190,8 @@ class Answers:
 
     def one(self, *expressions: str) -> tuple[Any, ...]:
         """Return the values of aggregates over all rows."""
-        return rows_of(self._sql, f"SELECT {', '.join(expressions)} FROM {self._name}")[0]
+        query = f"SELECT {', '.join(expressions)} FROM {self._name}"
+        return tuple(self._sql.execute(query).fetchall()[0])
 
     def columns(self, *wanted: str) -> dict[str, str]:
         """Return the columns of the table in order: expressions over `answers`, by their names.
@@ -257,14 +258,9 @@ def connect(scratch: Path) -> Any:
     )
     # The bar would go to stdout where the program is no file, as the Python interface's command. In a notebook without
     # ipywidgets there is none, and to switch it off is an error.
-    if rows_of(connection, "SELECT current_setting('enable_progress_bar')")[0][0]:
+    if connection.sql("SELECT current_setting('enable_progress_bar')").fetchall()[0][0]:
         connection.execute("SET enable_progress_bar = false")
     return connection
-
-
-def rows_of(sql: Any, query: str) -> list[tuple[Any, ...]]:
-    """Return all rows of a query."""
-    return list(sql.execute(query).fetchall())
 
 
 @contextmanager

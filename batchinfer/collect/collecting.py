@@ -22,7 +22,7 @@ from batchinfer.core.clock import Clock
 from batchinfer.core.errors import ConfigError, RunUnsound
 from batchinfer.core.shell import quote
 from batchinfer.ledger.audit import RunTarget
-from batchinfer.ledger.jobs import OpenStore, split_name
+from batchinfer.ledger.jobs import OpenStore
 from batchinfer.storage.opening import is_inside
 from batchinfer.storage.scratch import Scratch
 
@@ -60,7 +60,8 @@ def run_collect(config: CollectConfig, *, open_store: OpenStore, clock: Clock) -
     for url in (file.url for file in target.job.files):
         if is_inside(*(re.sub("^(hf://[^@]+)@[^/]+", r"\1", each) for each in (url, config.dest))):
             raise ConfigError(f"{config.dest}: holds the source {url}", hint="name another DEST")
-    dest = _open_dest(config, open_store)
+    is_hub = config.dest.startswith("hf://")
+    dest = HubDestination(config) if is_hub else StoreDestination(config, open_store)
     key = _key(config, selection)
     record, status = dest.prepare(key), "UNCHANGED"
     if record is None:
@@ -113,15 +114,6 @@ def _missing(selection: Selection) -> dict[str, Any]:
     return {"missing_chunks": len(names), "missing": names[:_LISTED]}
 
 
-def _open_dest(config: CollectConfig, open_store: OpenStore) -> StoreDestination | HubDestination:
-    suffix, overwrite = FORMATS[config.kind], config.overwrite
-    if config.dest.startswith("hf://"):
-        is_private = not config.is_public
-        return HubDestination(config.dest, suffix, overwrite=overwrite, is_private=is_private)
-    folder, name = split_name(config.dest) if suffix_of(config.dest) else (config.dest, "")
-    return StoreDestination(open_store(folder), name, suffix, overwrite=overwrite)
-
-
 def _write(
     config: CollectConfig,
     selection: Selection,
@@ -150,8 +142,8 @@ def _write(
     if rows.num_broken:
         text = "%d finished answers break the run's JSON schema: answer_valid is false there"
         logger.warning(text, rows.num_broken)
-    hashes = {name: file.sha256 for name, file in files.items()}
-    record = Collected(key=key, result=result, sha256=hashes)
+    sizes = {name: file.bytes for name, file in files.items()}
+    record = Collected(key=key, result=result, files=sizes)
     dest.finish(record, lambda: make_card(selection.target, config, result))
     return record
 

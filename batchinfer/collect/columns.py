@@ -9,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import re
 from base64 import b64decode
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from batchinfer.collect.answers import Answers, quoted, rows_of
+from batchinfer.collect.answers import Answers, quoted
 from batchinfer.core.json_text import is_deep
 
 MAX_NAMES = 100
@@ -114,7 +113,7 @@ def _group(sql: Any, relation: str, value: str, example: Mapping[str, Any] | Non
     some = (
         f"SELECT any_value(v) AS v, min(r) AS r FROM {rows} GROUP BY json_structure(v) ORDER BY r"
     )
-    [[found]] = rows_of(sql, f"SELECT json_group_structure(v) FROM ({some})")
+    [found] = sql.execute(f"SELECT json_group_structure(v) FROM ({some})").fetchall()[0]
     found = found or '"NULL"'
     return "JSON" if is_deep(found.encode()) else json.loads(found)
 
@@ -133,7 +132,8 @@ def _fitting(sql: Any, relation: str, found: dict[str, tuple[str, Shape]]) -> di
     names = list(large)
     for start in range(0, len(names), MAX_NAMES):  # each name takes memory
         some = names[start : start + MAX_NAMES]
-        [row] = rows_of(sql, f"SELECT {', '.join(map(large.__getitem__, some))} FROM {relation}")
+        query = f"SELECT {', '.join(map(large.__getitem__, some))} FROM {relation}"
+        row = sql.execute(query).fetchall()[0]
         kinds |= {name: "JSON" for name, is_large in zip(some, row, strict=True) if is_large}
     return kinds
 
@@ -193,24 +193,22 @@ def validator_of(schema: Any) -> Callable[[str | None, str | None], bool | None]
     import jsonschema
     import referencing
 
-    if not isinstance(schema, Mapping) or not isinstance(schema.get("$schema", ""), str):
+    try:
+        kind = jsonschema.validators.validator_for(schema)
+        if list(kind(kind.META_SCHEMA).iter_errors(schema)):
+            return None
+        validator = kind(schema, registry=referencing.Registry())
+    except Exception:  # noqa: BLE001 - an endpoint may have taken anything for a schema
         return None
-    kind = jsonschema.validators.validator_for(schema)
-    if list(kind(kind.META_SCHEMA).iter_errors(schema)):
-        return None
-    validator = kind(schema, registry=referencing.Registry())
-    unusable = (referencing.exceptions.Unresolvable, re.error, OverflowError, RecursionError)
 
     def is_valid(text: str | None, reason: str | None) -> bool | None:
         if text is None or reason != "stop":
             return None
         try:
-            answer = json.loads(text)
-        except (ValueError, RecursionError):
+            return bool(validator.is_valid(json.loads(text)))
+        except json.JSONDecodeError:
             return False
-        try:
-            return bool(validator.is_valid(answer))
-        except unusable:
+        except Exception:  # noqa: BLE001 - a reference elsewhere, a pattern that is none here
             return None
 
     return is_valid

@@ -38,7 +38,7 @@ class ParquetSource:
 
     Raises:
         ConfigError: the source has no such column.
-        Exception: a file is gone, has changed or cannot be read; a column has different types in the files, or a type of
+        Exception: a file is gone, has changed or cannot be read; a column has several types in the files, or one of
             which Arrow takes no rows.
     """
 

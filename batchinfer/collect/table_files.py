@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from batchinfer.core import codec
 from batchinfer.formats.lines import OutputLine, read_line
 from batchinfer.storage.scratch import Scratch, scratch_errors
 
@@ -37,7 +36,6 @@ class TableFile(NamedTuple):
     path: Path
     rows: int
     bytes: int
-    sha256: str
 
 
 def write_files(rows: Rows, kind: str, most: int, scratch: Scratch) -> Iterator[TableFile]:
@@ -57,9 +55,7 @@ def write_files(rows: Rows, kind: str, most: int, scratch: Scratch) -> Iterator[
                     writer.write_table(part)
                     count += len(part)
                     left = left.slice(len(part)) if len(part) < len(left) else next(tables, None)
-            with path.open("rb") as file:
-                sha256 = codec.sha256_file(file)
-            yield TableFile(path, count, path.stat().st_size, sha256)
+            yield TableFile(path, count, path.stat().st_size)
 
 
 def grouped(tables: Iterable[Any], most: int, most_bytes: float = math.inf) -> Iterator[Any]:
