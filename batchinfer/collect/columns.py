@@ -33,12 +33,11 @@ Shape = Any
 
 
 class JsonColumns:
-    """The columns of JSON objects.
+    """The columns of JSON objects in `answers`.
 
     Args:
-        sql: Connection with the relation.
-        relation: SQL of a relation.
-        value: SQL of its JSON values. Those that are no objects count as null.
+        sql: Connection with the answers.
+        value: SQL of the JSON values. Those that are no objects count as null.
         example: An object with values of the types that members should have where all of their values fit.
         most_names: Most names that all objects together may have, else they have no columns.
     """
@@ -46,25 +45,36 @@ class JsonColumns:
     def __init__(
         self,
         sql: Any,
-        relation: str,
         value: str,
         example: Mapping[str, Any] | None = None,
         *,
         most_names: float = math.inf,
     ) -> None:
         self._value = f"CASE WHEN json_type({value}) = 'OBJECT' THEN {value} END"
-        shape = _group(sql, relation, self._value, example)
-        self.is_flat = shape != "JSON" and len(shape) <= most_names
-        """Whether the objects have few members, none of them nested deep."""
-        shape = shape if self.is_flat and isinstance(shape, dict) else {}
+        # DuckDB keeps all values that json_group_structure reads, so it gets one of each structure.
+        rows = f"SELECT {self._value} AS v, row_number() OVER () AS r FROM answers"
+        rows += f" UNION ALL SELECT {quoted(json.dumps(example or {}), chr(39))}::JSON, {2**62}"
+        some = f"SELECT any_value(v) AS v, min(r) AS r FROM ({rows}) GROUP BY json_structure(v) ORDER BY r"
+        [found] = sql.execute(f"SELECT json_group_structure(v) FROM ({some})").fetchall()[0]
+        shape = {} if is_deep(found.encode()) else json.loads(found)
+        shape = shape if isinstance(shape, dict) and len(shape) <= most_names else {}
         count = Counter(map(str.casefold, shape))
-        shape = {
-            name: kind if name and count[name.casefold()] == 1 else "JSON"
-            for name, kind in shape.items()
-        }
-        self.kinds = _fitting(
-            sql, relation, {name: (self._member(name), kind) for name, kind in shape.items()}
-        )
+        self.kinds, large = dict[str, Shape](), dict[str, str]()
+        for name, kind in shape.items():
+            types = {"JSON"} if not name or count[name.casefold()] > 1 else set[str]()
+            signed = _signed(kind, types)
+            types.update({"JSON"} if is_deep(json.dumps(kind).encode(), _MOST_LEVELS) else ())
+            self.kinds[name] = "JSON" if "JSON" in types else signed
+            if "JSON" not in types and types & {"DOUBLE", "UBIGINT", "HUGEINT", "UHUGEINT"}:
+                pattern = _LARGE % (_FLOAT_DIGITS if "DOUBLE" in types else _INT_DIGITS)
+                large[name] = f"bool_or(regexp_matches({self._member(name)}::VARCHAR, '{pattern}'))"
+        names = list(large)
+        for start in range(0, len(names), MAX_NAMES):  # each name takes memory
+            some_names = names[start : start + MAX_NAMES]
+            query = f"SELECT {', '.join(large[name] for name in some_names)} FROM answers"
+            row = sql.execute(query).fetchall()[0]
+            changed = (name for name, is_large in zip(some_names, row, strict=True) if is_large)
+            self.kinds |= dict.fromkeys(changed, "JSON")
 
     @property
     def json_texts(self) -> list[str]:
@@ -75,12 +85,13 @@ class JsonColumns:
     def struct(self) -> str:
         """SQL of a struct of all members but those that are JSON text."""
         kinds = {name: kind for name, kind in self.kinds.items() if kind != "JSON"}
-        return transform(self._value, kinds) if kinds else "NULL"
+        shape = quoted(json.dumps(kinds), "'")
+        return f"json_transform({self._value}, {shape})" if kinds else "NULL"
 
     def columns(self, struct: str) -> dict[str, str]:
         """Return the SQL of each column by its name, where the relation has `self.struct` under the name `struct`."""
         return {
-            name: transform(self._member(name), kind)
+            name: f"nullif({self._member(name)}::VARCHAR, 'null')"
             if kind == "JSON"
             else f"struct_extract({struct}, {quoted(name, chr(39))})"
             for name, kind in self.kinds.items()
@@ -89,53 +100,6 @@ class JsonColumns:
     def _member(self, name: str) -> str:
         pointer = "/" + name.replace("~", "~0").replace("/", "~1")
         return f"json_extract({self._value}, {quoted(pointer, chr(39))})"
-
-
-def transform(value: str, shape: Shape) -> str:
-    """Return the SQL that gives JSON values the types of a shape."""
-    if shape == "JSON":
-        return f"nullif(({value})::VARCHAR, 'null')"
-    return f"json_transform({value}, {quoted(json.dumps(shape), chr(39))})"
-
-
-def shape_of(sql: Any, relation: str, value: str) -> Shape:
-    """Return the shape of JSON values, or JSON where they do not share one."""
-    found = _group(sql, relation, value)
-    return _fitting(sql, relation, {"": (value, found)})[""]
-
-
-def _group(sql: Any, relation: str, value: str, example: Mapping[str, Any] | None = None) -> Shape:
-    # DuckDB keeps all values that json_group_structure reads, so it gets one of each structure.
-    rows = f"(SELECT {value} AS v, row_number() OVER () AS r FROM {relation})"
-    if example:
-        text = quoted(json.dumps(example), "'")
-        rows = f"(FROM {rows} UNION ALL SELECT {text}::JSON, {2**62})"
-    some = (
-        f"SELECT any_value(v) AS v, min(r) AS r FROM {rows} GROUP BY json_structure(v) ORDER BY r"
-    )
-    [found] = sql.execute(f"SELECT json_group_structure(v) FROM ({some})").fetchall()[0]
-    found = found or '"NULL"'
-    return "JSON" if is_deep(found.encode()) else json.loads(found)
-
-
-def _fitting(sql: Any, relation: str, found: dict[str, tuple[str, Shape]]) -> dict[str, Shape]:
-    """Return the shapes of values by their names, JSON for those whose types would change a number."""
-    kinds, large = {}, {}
-    for name, (value, shape) in found.items():
-        types = set[str]()
-        signed = _signed(shape, types)
-        types.update({"JSON"} if is_deep(json.dumps(shape).encode(), _MOST_LEVELS) else ())
-        kinds[name] = "JSON" if "JSON" in types else signed
-        if "JSON" not in types and types & {"DOUBLE", "UBIGINT", "HUGEINT", "UHUGEINT"}:
-            pattern = _LARGE % (_FLOAT_DIGITS if "DOUBLE" in types else _INT_DIGITS)
-            large[name] = f"bool_or(regexp_matches(({value})::VARCHAR, '{pattern}'))"
-    names = list(large)
-    for start in range(0, len(names), MAX_NAMES):  # each name takes memory
-        some = names[start : start + MAX_NAMES]
-        query = f"SELECT {', '.join(map(large.__getitem__, some))} FROM {relation}"
-        row = sql.execute(query).fetchall()[0]
-        kinds |= {name: "JSON" for name, is_large in zip(some, row, strict=True) if is_large}
-    return kinds
 
 
 def _signed(shape: Shape, types: set[str]) -> Shape:

@@ -19,8 +19,6 @@ from batchinfer.collect.columns import (
     example_of,
     floats_of,
     schema_of,
-    shape_of,
-    transform,
     validator_of,
     vector_column,
 )
@@ -103,33 +101,21 @@ class Collection:
         return own
 
     def _json_columns(self, own: dict[str, str], schema: Any) -> dict[str, str]:
-        """Return the columns of answers that are JSON, beside those of all answers."""
+        """Return the columns of answers that are JSON objects, beside those of all answers."""
         is_one, found = "text" in own, dict[str, str]()
-        texts = own["text" if is_one else "texts"]
         if is_one:
-            relation, value = "answers", "TRY_CAST(text AS JSON)"
-            members = JsonColumns(
-                self._sql, relation, value, example_of(schema), most_names=MAX_NAMES
-            )
-            if members.is_flat:
-                self._relation = f"(SELECT *, {members.struct} AS members FROM {self._relation})"
-                columns = members.columns("members")
-                found = {f"answer_{name}": column for name, column in columns.items()}
-                self._json_texts.update(f"answer_{name}" for name in members.json_texts)
-                value = f"CASE WHEN json_type({value}) <> 'OBJECT' THEN {value} END"
-        else:
-            relation, value = f"(SELECT unnest({texts}) AS t FROM answers)", "TRY_CAST(t AS JSON)"
-        shape = shape_of(self._sql, relation, value)
-        if shape != "NULL":
-            other = transform(value, shape)
-            found["answer"] = other if is_one else f"list_transform({texts}, lambda t: {other})"
-            self._json_texts.update({"answer"} if shape == "JSON" else ())
+            value, example = "TRY_CAST(text AS JSON)", example_of(schema)
+            members = JsonColumns(self._sql, value, example, most_names=MAX_NAMES)
+            self._relation = f"(SELECT *, {members.struct} AS members FROM {self._relation})"
+            columns = members.columns("members")
+            found = {f"answer_{name}": column for name, column in columns.items()}
+            self._json_texts.update(f"answer_{name}" for name in members.json_texts)
         if is_valid := validator_of(schema):
             kinds: Any = (["VARCHAR", "VARCHAR"], "BOOLEAN")
             self._sql.create_function("is_valid", is_valid, *kinds, null_handling="special")
             name = "answer_valid" if "answer_valid" not in found else "_answer_valid"
             reason = "coalesce(items[i].finish_reason, finish_reason)"
-            several = f"list_transform({texts}, lambda t, i: is_valid(t, {reason}))"
+            several = f"list_transform({own.get('texts')}, lambda t, i: is_valid(t, {reason}))"
             found[name] = "is_valid(text, finish_reason)" if is_one else several
             self._valid = self._apart(name)
         return found
@@ -142,7 +128,7 @@ class Collection:
         )
         if num_odd:
             logger.warning("%d lines of the source are no JSON objects", num_odd)
-        found = JsonColumns(self._sql, "answers", value)
+        found = JsonColumns(self._sql, value)
         names = chosen(self._config.columns, [n for n in found.kinds if n not in ("_row", "_id")])
         found.kinds = {name: found.kinds[name] for name in names}
         if texts := found.json_texts:
