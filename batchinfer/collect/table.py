@@ -16,13 +16,14 @@ from batchinfer.collect.collect_config import TABLES, CollectConfig
 from batchinfer.collect.columns import (
     MAX_NAMES,
     JsonColumns,
+    chosen,
     example_of,
     floats_of,
+    open_parquet,
     schema_of,
     validator_of,
     vector_column,
 )
-from batchinfer.collect.source import chosen, open_parquet
 from batchinfer.collect.table_files import ENCODERS, NEEDS_SOURCE
 from batchinfer.core.errors import ConfigError, InputError
 from batchinfer.core.tasks import GENERATE, is_pooling

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from batchinfer.collect import source
-from batchinfer.collect.source import ParquetSource
+from batchinfer.collect import columns
+from batchinfer.collect.columns import ParquetSource
 from batchinfer.core.errors import ConfigError, InputError
 from batchinfer.storage.opening import open_store
 from collecting import collect, table_of
@@ -124,7 +124,7 @@ def test_windows_hold_limited_bytes_of_the_columns_that_are_taken(tmp_path, monk
             yield first, table
 
     monkeypatch.setattr(ParquetSource, "tables", counting)
-    monkeypatch.setattr(source, "_BLOCK_BYTES", 8_000)
+    monkeypatch.setattr(columns, "_BLOCK_BYTES", 8_000)
     large = [f"{row}" + "x" * 1000 for row in range(ROWS)]
     table = pa.table({"large": large, "large.not": range(ROWS)})
     run = finished(tmp_path, table)
