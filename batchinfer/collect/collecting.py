@@ -136,12 +136,8 @@ def _write(
         "files": len(files),
         "file_rows": sum(file.rows for file in files.values()),
         "bytes": sum(file.bytes for file in files.values()),
-        "broken_answers": rows.num_broken,
         **_missing(selection),
     }
-    if rows.num_broken:
-        text = "%d finished answers break the run's JSON schema: answer_valid is false there"
-        logger.warning(text, rows.num_broken)
     sizes = {name: file.bytes for name, file in files.items()}
     record = Collected(key=key, result=result, files=sizes)
     dest.finish(record, lambda: make_card(selection.target, config, result))

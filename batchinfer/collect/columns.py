@@ -13,7 +13,7 @@ import logging
 import math
 from base64 import b64decode
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from batchinfer.collect.answers import Answers, quoted
@@ -155,39 +155,6 @@ def example_of(schema: Any) -> dict[str, Any]:
         for name, member in (members if isinstance(members, Mapping) else {}).items()
         if isinstance(member, Mapping) and str(member.get("type")) in _EXAMPLES
     }
-
-
-def validator_of(schema: Any) -> Callable[[str | None, str | None], bool | None] | None:
-    """Return a function of an answer and its finish reason that says whether the answer keeps a JSON schema.
-
-    The function returns None for an answer that did not end by itself, and where the schema refers to another place
-    (it fetches none), or has a pattern or a number that Python cannot use.
-
-    Returns:
-        The function; None if the schema is no valid one.
-    """
-    import jsonschema
-    import referencing
-
-    try:
-        kind = jsonschema.validators.validator_for(schema)
-        if list(kind(kind.META_SCHEMA).iter_errors(schema)):
-            return None
-        validator = kind(schema, registry=referencing.Registry())
-    except Exception:  # noqa: BLE001 - an endpoint may have taken anything for a schema
-        return None
-
-    def is_valid(text: str | None, reason: str | None) -> bool | None:
-        if text is None or reason != "stop":
-            return None
-        try:
-            return bool(validator.is_valid(json.loads(text)))
-        except json.JSONDecodeError:
-            return False
-        except Exception:  # noqa: BLE001 - a reference elsewhere, a pattern that is none here
-            return None
-
-    return is_valid
 
 
 # --------------------------------------------------------------------------- vectors

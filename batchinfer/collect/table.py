@@ -21,7 +21,6 @@ from batchinfer.collect.columns import (
     floats_of,
     open_parquet,
     schema_of,
-    validator_of,
     vector_column,
 )
 from batchinfer.collect.table_files import ENCODERS, NEEDS_SOURCE
@@ -67,10 +66,6 @@ class Collection:
         names = self._parquet.schema.names if self._parquet else source
         self._taken = {name.casefold() for name in names}
         self._json_texts = {"tool_calls", "logprobs"}
-        self._valid = ""
-        """Name of the column that says whether answers keep the run's schema; empty if there is none."""
-        self.num_broken = 0
-        """Number of finished answers that break it, among the rows that were taken so far."""
         own = self._own_columns(selection.target.run.config.get("prompt") or {})
         if not self._is_table:
             own |= {"line": "line", "source": "source"}
@@ -97,29 +92,19 @@ class Collection:
             )
         own = self.answers.columns("text", "finish_reason")
         is_json, schema = schema_of(prompt.get("body") or {})
-        if is_json if self._config.answer_json is None else self._config.answer_json:
-            own |= self._json_columns(own, schema)
+        is_json = is_json if self._config.answer_json is None else self._config.answer_json
+        if is_json and "text" in own:
+            own |= self._json_columns(schema)
         return own
 
-    def _json_columns(self, own: dict[str, str], schema: Any) -> dict[str, str]:
+    def _json_columns(self, schema: Any) -> dict[str, str]:
         """Return the columns of answers that are JSON objects, beside those of all answers."""
-        is_one, found = "text" in own, dict[str, str]()
-        if is_one:
-            value, example = "TRY_CAST(text AS JSON)", example_of(schema)
-            members = JsonColumns(self._sql, value, example, most_names=MAX_NAMES)
-            self._relation = f"(SELECT *, {members.struct} AS members FROM {self._relation})"
-            columns = members.columns("members")
-            found = {f"answer_{name}": column for name, column in columns.items()}
-            self._json_texts.update(f"answer_{name}" for name in members.json_texts)
-        if is_valid := validator_of(schema):
-            kinds: Any = (["VARCHAR", "VARCHAR"], "BOOLEAN")
-            self._sql.create_function("is_valid", is_valid, *kinds, null_handling="special")
-            name = "answer_valid" if "answer_valid" not in found else "_answer_valid"
-            reason = "coalesce(items[i].finish_reason, finish_reason)"
-            several = f"list_transform({own.get('texts')}, lambda t, i: is_valid(t, {reason}))"
-            found[name] = "is_valid(text, finish_reason)" if is_one else several
-            self._valid = self._apart(name)
-        return found
+        value, example = "TRY_CAST(text AS JSON)", example_of(schema)
+        members = JsonColumns(self._sql, value, example, most_names=MAX_NAMES)
+        self._relation = f"(SELECT *, {members.struct} AS members FROM {self._relation})"
+        self._json_texts.update(f"answer_{name}" for name in members.json_texts)
+        columns = members.columns("members")
+        return {f"answer_{name}": column for name, column in columns.items()}
 
     def _columns_of_chunks(self) -> dict[str, str]:
         """Return the source's columns in the chunks, whose types are found from all values."""
@@ -162,11 +147,6 @@ class Collection:
         drawn = None if self._config.sample is None else self._drawn(self._config.sample)
         for table in self._windows():
             taken = table if drawn is None else table.filter(compute.is_in(table[0], drawn))
-            if self._valid:
-                verdicts = taken[self._valid]
-                if pa.types.is_list(verdicts.type):
-                    verdicts = compute.list_flatten(verdicts)
-                self.num_broken += compute.sum(compute.invert(verdicts)).as_py() or 0
             yield taken if self._is_table else pa.table({"line": self._encoded(taken)})
 
     def _drawn(self, size: int) -> Any:
