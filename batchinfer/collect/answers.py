@@ -6,7 +6,7 @@ import functools
 import importlib.resources
 import itertools
 import logging
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from batchinfer.storage.scratch import Scratch, remove_quietly, scratch_errors
 
 logger = logging.getLogger(__name__)
 
-ASK_VERIFY = "`batchinfer verify --deep` says how to fix it"
+ASK_VERIFY = "`batchinfer verify --deep` says how to fix"
 _MEMORY = "768MB"
 """Memory for DuckDB. What does not fit goes to the scratch folder."""
 _FETCHERS = 4
@@ -153,7 +153,7 @@ class Answers:
                 problem = "is gone"
             if problem:
                 place = f"{selection.store.url}: {ref.name}: output {marker.output}"
-                raise RunUnsound(f"{place}: {problem}", hint=ASK_VERIFY)
+                raise RunUnsound(f"{place}: {problem}", hint=f"{ASK_VERIFY} it")
             return output, fetch(open_store(ref.root), ref, scratch).path if with_sources else None
 
         copies = in_parallel(bring, selection.sound, _FETCHERS)
@@ -180,7 +180,7 @@ class Answers:
                         held, num_bytes = [], 0
                 if row != ref.first_row + marker.rows_done:
                     what = f"has {row - ref.first_row} lines, expected {marker.rows_done}"
-                    raise InputError(f"{ref.name}: its output {what}", hint=ASK_VERIFY)
+                    raise InputError(f"{ref.name}: its output {what}", hint=f"{ASK_VERIFY} it")
             if held:
                 yield from _table(held).to_batches()
                 self.ends.append(row)
@@ -215,12 +215,17 @@ class Answers:
 
 def _table(rows: list[tuple[int, bytes, bytes]]) -> Any:
     """Return rows as an Arrow table: their numbers, their lines in the output, and in the chunk."""
-    import polars as pl  # pyarrow would import pandas for this
+    import numpy as np
+    import pyarrow as pa
 
-    names = {"wanted": pl.Int64, "line": pl.Binary, "source": pl.Binary}
-    columns = zip(*rows, strict=True) if rows else [(), (), ()]
-    frame = pl.DataFrame(dict(zip(names, map(list, columns), strict=True)), names)
-    return frame.cast({pl.Binary: pl.String}, strict=False).to_arrow()
+    def texts(lines: Sequence[bytes]) -> Any:  # `pa.array` would import pandas
+        ends = pa.py_buffer(np.cumsum([0, *map(len, lines)]))
+        return pa.LargeStringArray.from_buffers(len(lines), ends, pa.py_buffer(b"".join(lines)))
+
+    numbers, lines, sources = zip(*rows, strict=True) if rows else ((), (), ())
+    wanted = [None, pa.py_buffer(np.array(numbers, np.int64))]
+    columns = [pa.Array.from_buffers(pa.int64(), len(rows), wanted), texts(lines), texts(sources)]
+    return pa.Table.from_arrays(columns, ["wanted", "line", "source"])
 
 
 def _rows(output: Path, source: Path | None) -> Iterator[tuple[bytes, bytes]]:
@@ -278,7 +283,7 @@ def sql_errors(what: str) -> Iterator[None]:
         if isinstance(error, duckdb.IOException) or "max_temp_directory_size" in str(error):
             hint = "free space in the scratch folder, or name another with --scratch-dir"
             raise ScratchFull(f"{what}: {error}", hint=hint) from error
-        hint = ASK_VERIFY
+        hint = f"{ASK_VERIFY} it"
         if isinstance(error, duckdb.OutOfMemoryException):
             hint = "rows are too large to make columns of: name columns or rows, or use --format openai-batch"
         raise InputError(f"{what}: {str(error).splitlines()[0]}", hint=hint) from error

@@ -12,7 +12,7 @@ import msgspec
 
 from batchinfer import __version__
 from batchinfer.cli.config_commands import config_command
-from batchinfer.collect.answers import Selection, select, sql_errors, text_of
+from batchinfer.collect.answers import ASK_VERIFY, Selection, select, sql_errors, text_of
 from batchinfer.collect.collect_config import FORMATS, CollectConfig, check_options, suffix_of
 from batchinfer.collect.destinations import Collected, HubDestination, StoreDestination
 from batchinfer.collect.table import Collection
@@ -47,19 +47,18 @@ def run_collect(config: CollectConfig, *, open_store: OpenStore, clock: Clock) -
     Raises:
         ConfigError: the options do not fit together, or DEST is inside the run or the job, or holds the source.
         InputError: there is no such run, or DEST holds other data.
-        RunUnsound: chunks are missing or damaged, and `partial` is not set or no chunk is done.
+        RunUnsound: chunks are missing or damaged, and `partial` is not set or no chunk is done; or an output is not
+            what its marker vouches for.
     """
     started = clock.monotonic()
     check_options(config)
     selection = select(config.run, open_store, clock, job_url=config.job)
     _refuse_gaps(config, selection)
     target = selection.target
-    for place in (config.run, target.job_url):
-        if not config.dest.startswith("hf://") and is_inside(config.dest, place):
-            raise ConfigError(f"{config.dest}: lies inside {place}", hint="name another DEST")
-    for url in (file.url for file in target.job.files):
-        if is_inside(*(re.sub("^(hf://[^@]+)@[^/]+", r"\1", each) for each in (url, config.dest))):
-            raise ConfigError(f"{config.dest}: holds the source {url}", hint="name another DEST")
+    apart = [(config.dest, config.run), (config.dest, target.job_url)]
+    for inner, outer in [*apart, *((file.url, config.dest) for file in target.job.files)]:
+        if is_inside(*(re.sub("^(hf://[^@]+)@[^/]+", r"\1", each) for each in (inner, outer))):
+            raise ConfigError(f"{inner}: lies inside {outer}", hint="name another DEST")
     is_hub = config.dest.startswith("hf://")
     dest = HubDestination(config) if is_hub else StoreDestination(config, open_store)
     key = _key(config, selection)
@@ -95,18 +94,16 @@ def _key(config: CollectConfig, selection: Selection) -> str:
 def _refuse_gaps(config: CollectConfig, selection: Selection) -> None:
     """Refuse a run of which chunks cannot be collected, unless a part of it is there and asked for."""
     gaps, num_chunks = selection.gaps, len(selection.gaps) + len(selection.sound)
-    if not selection.sound:
-        raise RunUnsound(
-            f"{config.run}: no chunk is done and sound",
-            hint=f"see how it goes: batchinfer status {quote(config.run)}; `batchinfer verify --deep` "
-            "says how to fix what is damaged",
-        )
-    if gaps and not config.partial:
-        names = ", ".join(gap.subject for gap in gaps[:3]) + (", …" if len(gaps) > 3 else "")
-        raise RunUnsound(
-            f"{config.run}: {len(gaps)} of {num_chunks} chunks are missing or damaged ({names})",
-            hint="add --partial to collect the others; `batchinfer verify --deep` says how to fix these",
-        )
+    if selection.sound and (config.partial or not gaps):
+        return
+    names = ", ".join(gap.subject for gap in gaps[:3]) + (", …" if len(gaps) > 3 else "")
+    hint = f"see how it goes: batchinfer status {quote(config.run)}"
+    if selection.sound:
+        hint = "add --partial to collect the others"
+    raise RunUnsound(
+        f"{config.run}: {len(gaps)} of {num_chunks} chunks are missing or damaged ({names})",
+        hint=f"{hint}; {ASK_VERIFY} what is damaged",
+    )
 
 
 def _missing(selection: Selection) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from batchinfer.collect.answers import Answers, quoted
 from batchinfer.collect.table_files import grouped
 from batchinfer.core.errors import ConfigError, InputError, near
 from batchinfer.core.json_text import is_deep
-from batchinfer.core.records import Job, SourceFile
+from batchinfer.core.records import Job
 from batchinfer.split.files import opened
 
 logger = logging.getLogger(__name__)
@@ -159,9 +159,7 @@ def example_of(schema: Any) -> dict[str, Any]:
 
 # --------------------------------------------------------------------------- vectors
 
-_FLOATS = (
-    """CASE WHEN v[1] = '"' THEN floats_of(trim(v, '"')) ELSE TRY_CAST(v::JSON AS FLOAT[]) END"""
-)
+_FLOATS = """CASE WHEN v[1] = '"' THEN floats_of(v) ELSE TRY_CAST(v::JSON AS FLOAT[]) END"""
 _LENGTH = r"""CASE WHEN regexp_matches(v, '^\s*\[\s*\[') THEN -1
 WHEN v[1] = '"' THEN length(trim(v, '"=')) * 3 // 16 ELSE json_array_length(v) END"""
 _ALL = "coalesce(list_transform(items, lambda i: i.embedding), [embedding])"
@@ -192,13 +190,13 @@ def vector_column(answers: Answers, task: str, column: str, value: str) -> tuple
 
 
 def floats_of(texts: Any) -> Any:
-    """Return the vectors of an Arrow array of base64 texts; null for a text that is none."""
+    """Return the vectors of an Arrow array of base64 texts in quotes; null for a text that is none."""
     import numpy as np
     import pyarrow as pa
 
     def vector(text: str | None) -> Any:
         try:
-            return None if text is None else np.frombuffer(b64decode(text, validate=True), "<f4")
+            return text and np.frombuffer(b64decode(text.strip('"'), validate=True), "<f4")
         except ValueError:
             return None
 
@@ -236,8 +234,15 @@ class ParquetSource:
     def __init__(self, job: Job, columns: Sequence[str]) -> None:
         import pyarrow as pa
 
-        self._files = job.files
-        footers = list(map(_footer_of, self._files))
+        from batchinfer.split.parquet_rows import read_footer
+
+        self._files, footers = job.files, list[Any]()
+        for file in self._files:
+            with opened(file.url) as there:
+                footer, digest = read_footer(there)
+            if digest != file.digest:
+                raise InputError(f"{file.url}: has changed since the split")
+            footers.append(footer)
         schemas = [footer.schema.to_arrow_schema().remove_metadata() for footer in footers]
         self._types = pa.unify_schemas(schemas)
         names = chosen(columns, [name for name in job.columns if name in self._types.names])
@@ -292,18 +297,3 @@ def open_parquet(job: Job, columns: Sequence[str]) -> ParquetSource | None:
     except Exception as error:  # noqa: BLE001 - whatever is wrong with the source, the chunks have its rows
         logger.info("the source cannot be read again (%s)", error)
         return None
-
-
-def _footer_of(file: SourceFile) -> Any:
-    """Return the metadata of a parquet file.
-
-    Raises:
-        InputError: its footer is not the one that it had when the job was made.
-    """
-    from batchinfer.split.parquet_rows import read_footer
-
-    with opened(file.url) as there:
-        metadata, digest = read_footer(there)
-    if digest != file.digest:
-        raise InputError(f"{file.url}: has changed since the split")
-    return metadata

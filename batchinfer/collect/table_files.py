@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from batchinfer.core.json_text import raw_members
 from batchinfer.formats.lines import OutputLine, read_line
 from batchinfer.storage.scratch import Scratch, scratch_errors
 
@@ -209,11 +210,9 @@ def openai_batch(line: str, _source: str) -> bytes:
 def completions(line: str, source: str) -> bytes:
     """Return the row's request and its result. A failed row has no result, but an error."""
     found = read_line(line.encode())
-    try:
-        request: Any = _decode(source)
-        request = {name: value for name, value in request.items() if name not in ("_row", "_id")}
-    except msgspec.DecodeError:
-        request = None  # the line is no JSON object
+    members = raw_members(source.encode())  # None where the line is no JSON object
+    names = [name for name in members or () if name not in ("_row", "_id")]
+    request = members and {name: members[name] for name in names}
     if found.error is not None:
         return _encode({"request": request, "result": None, "error": _error_of(found)})
     choices = _decode(found.body).get("choices", msgspec.Raw(b"[]"))

@@ -140,7 +140,7 @@ def test_windows_hold_limited_bytes_of_the_columns_that_are_taken(tmp_path, monk
 def test_the_source_is_not_replaced(tmp_path):
     run = finished(tmp_path, pa.table({"n": range(ROWS)}))
     for dest in (tmp_path / "source", tmp_path / "source/0.parquet"):
-        with pytest.raises(ConfigError, match="holds the source"):
+        with pytest.raises(ConfigError, match="lies inside"):
             collect(run, dest, overwrite=True)
 
 
