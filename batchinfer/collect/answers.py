@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 from batchinfer.core import codec, layout
 from batchinfer.core.clock import Clock
-from batchinfer.core.errors import InputError, ObjectNotFound, ScratchFull
+from batchinfer.core.errors import InputError, ObjectNotFound, RunUnsound, ScratchFull
 from batchinfer.core.json_text import is_deep
 from batchinfer.core.records import Marker
-from batchinfer.ledger.audit import CORRUPT, LEFTOVER, Finding, RunTarget, audit, find_target
+from batchinfer.ledger.audit import MISSING, Finding, RunTarget, audit, find_target
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.inventory import in_parallel, take_inventory
 from batchinfer.ledger.jobs import ChunkRef, OpenStore
@@ -25,10 +25,11 @@ from batchinfer.storage.scratch import Scratch, remove_quietly, scratch_errors
 
 logger = logging.getLogger(__name__)
 
-ASK_VERIFY = "`batchinfer verify --deep` says how to fix it"
+ASK_VERIFY = "`batchinfer verify --deep` says how to fix"
 _MEMORY = "768MB"
 """Memory for DuckDB. What does not fit goes to the scratch folder."""
 _FETCHERS = 4
+_SHOWN = 10
 _BLOCK_BYTES = 8 << 20
 """Bytes of lines that are turned into columns at once, and of which columns are read at once."""
 _ROW_BYTES = 400
@@ -75,25 +76,13 @@ def select(
     inventory = take_inventory(store, now=clock.now())
     target = find_target(store, open_store, job_url=job_url)
     sound, findings = audit(target, inventory)
-    gaps = {
-        found.subject: found
-        for found in findings
-        if found.kind != LEFTOVER and found.subject in target.expected
-    }
-    return Selection(store, open_store, target, sound, list(gaps.values()))
+    gaps = [found for found in findings if found.subject in target.expected]
+    for gap in [gap for gap in gaps if gap.kind != MISSING][:_SHOWN]:
+        logger.warning("%s: %s: %s: %s", url, gap.kind, gap.subject, gap.problem)
+    return Selection(store, open_store, target, sound, gaps)
 
 
 # --------------------------------------------------------------------------- their columns
-
-
-class _Brought(NamedTuple):
-    """Copies of a chunk's output and of the chunk, or why the output is not what its marker vouches for."""
-
-    ref: ChunkRef
-    marker: Marker
-    output: Path
-    source: Path | None
-    problem: str
 
 
 class Answers:
@@ -108,6 +97,7 @@ class Answers:
         with_lines: Whether the output lines themselves are kept, as the column `line`.
 
     Raises:
+        RunUnsound: an output is not what its marker vouches for.
         InputError: a line is not JSON, or is not the one of its row.
     """
 
@@ -125,24 +115,18 @@ class Answers:
         import pyarrow as pa
 
         self._sql, self._name = sql, name
-        self.found: list[tuple[ChunkRef, Marker]] = []
-        """What was read: the chunks, with their markers."""
-        self.damaged: list[Finding] = []
-        """Chunks whose output cannot be used."""
         self.ends = [0]
         """Numbers of rows, of which those from one to the next (exclusive) have limited bytes, in order."""
         self._failure: BaseException | None = None
-        text = pa.large_string()
-        schema = pa.schema([("wanted", pa.int64()), ("line", text), ("source", text)])
         # Garbage collection would close it at any time, even while a thread starts, and then wait for ever.
         with (
             sql_errors("an output"),
             scratch_errors(scratch.folder),
-            closing(_bring(selection, scratch, with_sources=with_sources)) as brought,
+            closing(self._bring(selection, scratch, with_sources=with_sources)) as brought,
         ):
-            batches = self._batches(schema, brought)
             sql.execute(text_of("answers.sql"))
             # One statement takes all rows: to plan it takes as long as a thousand of them.
+            schema, batches = _table([]).schema, self._batches(brought)
             sql.register("some_lines", pa.RecordBatchReader.from_batches(schema, batches))
             try:
                 sql.execute(f"CREATE TABLE {name} AS FROM columns_of('some_lines', {with_lines})")
@@ -150,51 +134,55 @@ class Answers:
                 if self._failure:  # of which DuckDB knows the text only
                     raise self._failure from None
                 raise
-        self.num_rows = sum(marker.rows_done for _, marker in self.found)
 
-    def _batches(self, schema: Any, brought: Iterator[_Brought]) -> Iterator[Any]:
+    def _bring(
+        self, selection: Selection, scratch: Scratch, *, with_sources: bool
+    ) -> Generator[tuple[ChunkRef, Marker, Path, Path | None]]:
+        """Copy all outputs, and their chunks if these are wanted. The copies are removed when they were read."""
+        open_store = functools.cache(selection.open_store)
+
+        def bring(pair: tuple[ChunkRef, Marker]) -> tuple[Path, Path | None]:
+            ref, marker = pair
+            output, problem = scratch.new_path(ref.name), ""
+            try:
+                selection.store.download(layout.output_key(marker.output), output)
+                with output.open("rb") as file:
+                    if codec.sha256_file(file) != marker.output_sha256:
+                        problem = "its sha256 is not its marker's"
+            except ObjectNotFound:
+                problem = "is gone"
+            if problem:
+                place = f"{selection.store.url}: {ref.name}: output {marker.output}"
+                raise RunUnsound(f"{place}: {problem}", hint=f"{ASK_VERIFY} it")
+            return output, fetch(open_store(ref.root), ref, scratch).path if with_sources else None
+
+        copies = in_parallel(bring, selection.sound, _FETCHERS)
+        for (ref, marker), paths in zip(selection.sound, copies, strict=True):
+            yield ref, marker, *paths
+            for path in filter(None, paths):
+                remove_quietly(path)
+
+    def _batches(
+        self, brought: Iterator[tuple[ChunkRef, Marker, Path, Path | None]]
+    ) -> Iterator[Any]:
         """Yield all rows, many at a time: those of many small chunks, too, for each batch takes a while."""
-        import numpy as np
-        import pyarrow as pa
-
-        # `pa.array` would import pandas.
-        def texts(lines: Sequence[bytes]) -> Any:
-            ends = np.cumsum([0, *map(len, lines)])
-            buffers = [None, pa.py_buffer(ends), pa.py_buffer(b"".join(lines))]
-            return pa.Array.from_buffers(pa.large_string(), len(lines), buffers)
-
-        def batch() -> Any:
-            numbers, lines, sources = zip(*held, strict=True)
-            wanted = [None, pa.py_buffer(np.array(numbers, np.int64))]
-            columns = [
-                pa.Array.from_buffers(pa.int64(), len(held), wanted),
-                texts(lines),
-                texts(sources),
-            ]
-            return pa.RecordBatch.from_arrays(columns, schema=schema)
-
         held, num_bytes, row = list[tuple[int, bytes, bytes]](), 0, 0
         try:
-            for ref, marker, output, source, problem in brought:
-                if problem:
-                    found = Finding(kind=CORRUPT, subject=ref.name, problem=problem, fix="redo")
-                    self.damaged.append(found)
-                    continue
+            for ref, marker, output, source in brought:
                 row = ref.first_row
                 for line, text in _rows(output, source):
                     held.append((row, line, text))
                     row += 1
                     num_bytes += len(line) + len(text) + _ROW_BYTES
                     if num_bytes >= _BLOCK_BYTES:
-                        yield batch()
+                        yield from _table(held).to_batches()
                         self.ends.append(row)
                         held, num_bytes = [], 0
                 if row != ref.first_row + marker.rows_done:
                     what = f"has {row - ref.first_row} lines, expected {marker.rows_done}"
-                    raise InputError(f"{ref.name}: its output {what}", hint=ASK_VERIFY)
-                self.found.append((ref, marker))
+                    raise InputError(f"{ref.name}: its output {what}", hint=f"{ASK_VERIFY} it")
             if held:
-                yield batch()
+                yield from _table(held).to_batches()
                 self.ends.append(row)
         except BaseException as error:
             self._failure = error
@@ -202,54 +190,42 @@ class Answers:
 
     def one(self, *expressions: str) -> tuple[Any, ...]:
         """Return the values of aggregates over all rows."""
-        return rows_of(self._sql, f"SELECT {', '.join(expressions)} FROM {self._name}")[0]
+        query = f"SELECT {', '.join(expressions)} FROM {self._name}"
+        return tuple(self._sql.execute(query).fetchall()[0])
 
-    def columns(self, wanted: Sequence[str]) -> dict[str, str]:
+    def columns(self, *wanted: str) -> dict[str, str]:
         """Return the columns of the table in order: expressions over `answers`, by their names.
 
         Columns without any value are left out, but for those that every table has and for `wanted`.
         """
-        lists = {name: f"list_transform(items, lambda i: i.{name})" for name in _SEVERAL}
-        several = (f"bool_or(list_any_value({each}) IS NOT NULL)" for each in lists.values())
-        is_many = dict(zip(lists, self.one(*several), strict=True))
-        names = (*_SEVERAL, *_OPTIONAL)
-        count = dict(zip(names, self.one(*(f"count({name})" for name in names)), strict=True))
+        every = {name: f"list_transform(items, lambda i: i.{name})" for name in _SEVERAL}
+        first = [f"coalesce(list_any_value({values}), {name})" for name, values in every.items()]
+        counts = self.one("count(items)", *(f"count({name})" for name in (*first, *_OPTIONAL)))
         found = {name: name for name in ("_row", "_id", "status")}
-        for name in _SEVERAL:
-            if is_many[name]:
-                found[name.removesuffix("s") + "s"] = (
-                    f"coalesce({lists[name]}, if({name} IS NULL, NULL, [{name}]))"
-                )
-            elif count[name] or name in wanted:
+        for name, count in zip((*_SEVERAL, *_OPTIONAL), counts[1:], strict=True):
+            if not count and name not in (*wanted, *_COUNTS):
+                continue
+            if counts[0] and name in every:
+                values = f"coalesce({every[name]}, if({name} IS NULL, NULL, [{name}]))"
+                found[name.removesuffix("s") + "s"] = values
+            else:
                 found[name] = name
-        found |= {name: name for name in _OPTIONAL if count[name] or name in _COUNTS}
         return found | {name: name for name in ("error_code", "error_message")}
 
 
-def _bring(selection: Selection, scratch: Scratch, *, with_sources: bool) -> Generator[_Brought]:
-    """Copy all outputs, and their chunks if these are wanted. The copies are removed when they were read."""
-    open_store = functools.cache(selection.open_store)
+def _table(rows: list[tuple[int, bytes, bytes]]) -> Any:
+    """Return rows as an Arrow table: their numbers, their lines in the output, and in the chunk."""
+    import numpy as np
+    import pyarrow as pa
 
-    def bring(pair: tuple[ChunkRef, Marker]) -> _Brought:
-        ref, marker = pair
-        output, source, problem = scratch.new_path(ref.name), None, ""
-        try:
-            selection.store.download(layout.output_key(marker.output), output)
-            with output.open("rb") as file:
-                if codec.sha256_file(file) != marker.output_sha256:
-                    problem = f"the sha256 of {marker.output} is not its marker's"
-        except ObjectNotFound:
-            problem = f"its output {marker.output} is gone"
-        if with_sources and not problem:
-            source = fetch(open_store(ref.root), ref, scratch).path
-        return _Brought(ref, marker, output, source, problem)
+    def texts(lines: Sequence[bytes]) -> Any:  # `pa.array` would import pandas
+        ends = pa.py_buffer(np.cumsum([0, *map(len, lines)]))
+        return pa.LargeStringArray.from_buffers(len(lines), ends, pa.py_buffer(b"".join(lines)))
 
-    for each in in_parallel(bring, selection.sound, _FETCHERS):
-        if each.problem:
-            logger.warning("%s: %s: %s", selection.store.url, each.ref.name, each.problem)
-        yield each
-        for path in filter(None, (each.output, each.source)):
-            remove_quietly(path)
+    numbers, lines, sources = zip(*rows, strict=True) if rows else ((), (), ())
+    wanted = [None, pa.py_buffer(np.array(numbers, np.int64))]
+    columns = [pa.Array.from_buffers(pa.int64(), len(rows), wanted), texts(lines), texts(sources)]
+    return pa.Table.from_arrays(columns, ["wanted", "line", "source"])
 
 
 def _rows(output: Path, source: Path | None) -> Iterator[tuple[bytes, bytes]]:
@@ -287,14 +263,9 @@ def connect(scratch: Path) -> Any:
     )
     # The bar would go to stdout where the program is no file, as the Python interface's command. In a notebook without
     # ipywidgets there is none, and to switch it off is an error.
-    if rows_of(connection, "SELECT current_setting('enable_progress_bar')")[0][0]:
+    if connection.sql("SELECT current_setting('enable_progress_bar')").fetchall()[0][0]:
         connection.execute("SET enable_progress_bar = false")
     return connection
-
-
-def rows_of(sql: Any, query: str) -> list[tuple[Any, ...]]:
-    """Return all rows of a query."""
-    return list(sql.execute(query).fetchall())
 
 
 @contextmanager
@@ -312,7 +283,7 @@ def sql_errors(what: str) -> Iterator[None]:
         if isinstance(error, duckdb.IOException) or "max_temp_directory_size" in str(error):
             hint = "free space in the scratch folder, or name another with --scratch-dir"
             raise ScratchFull(f"{what}: {error}", hint=hint) from error
-        hint = ASK_VERIFY
+        hint = f"{ASK_VERIFY} it"
         if isinstance(error, duckdb.OutOfMemoryException):
             hint = "rows are too large to make columns of: name columns or rows, or use --format openai-batch"
         raise InputError(f"{what}: {str(error).splitlines()[0]}", hint=hint) from error

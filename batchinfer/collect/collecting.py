@@ -12,7 +12,7 @@ import msgspec
 
 from batchinfer import __version__
 from batchinfer.cli.config_commands import config_command
-from batchinfer.collect.answers import Selection, select, sql_errors, text_of
+from batchinfer.collect.answers import ASK_VERIFY, Selection, select, sql_errors, text_of
 from batchinfer.collect.collect_config import FORMATS, CollectConfig, check_options, suffix_of
 from batchinfer.collect.destinations import Collected, HubDestination, StoreDestination
 from batchinfer.collect.table import Collection
@@ -20,16 +20,14 @@ from batchinfer.collect.table_files import write_files
 from batchinfer.core import codec, layout
 from batchinfer.core.clock import Clock
 from batchinfer.core.errors import ConfigError, RunUnsound
-from batchinfer.core.records import Marker
 from batchinfer.core.shell import quote
-from batchinfer.ledger.audit import MISSING, Finding, RunTarget
-from batchinfer.ledger.jobs import ChunkRef, OpenStore, split_name
+from batchinfer.ledger.audit import RunTarget
+from batchinfer.ledger.jobs import OpenStore
 from batchinfer.storage.opening import is_inside
 from batchinfer.storage.scratch import Scratch
 
 logger = logging.getLogger(__name__)
 
-_SHOWN = 10
 _LISTED = 1000
 _ALL = 2**62
 _ASIDE = {"run", "dest", "partial", "overwrite", "is_public", "job", "scratch_dir"}
@@ -49,27 +47,25 @@ def run_collect(config: CollectConfig, *, open_store: OpenStore, clock: Clock) -
     Raises:
         ConfigError: the options do not fit together, or DEST is inside the run or the job, or holds the source.
         InputError: there is no such run, or DEST holds other data.
-        RunUnsound: chunks are missing or damaged, and `partial` is not set or no chunk is done.
+        RunUnsound: chunks are missing or damaged, and `partial` is not set or no chunk is done; or an output is not
+            what its marker vouches for.
     """
     started = clock.monotonic()
     check_options(config)
     selection = select(config.run, open_store, clock, job_url=config.job)
-    _refuse_gaps(config, selection.gaps, len(selection.gaps) + len(selection.sound))
+    _refuse_gaps(config, selection)
     target = selection.target
-    for place in (config.run, target.job_url):
-        if not config.dest.startswith("hf://") and is_inside(config.dest, place):
-            raise ConfigError(f"{config.dest}: lies inside {place}", hint="name another DEST")
-    for url in (file.url for file in target.job.files):
-        if is_inside(*(re.sub("^(hf://[^@]+)@[^/]+", r"\1", each) for each in (url, config.dest))):
-            raise ConfigError(f"{config.dest}: holds the source {url}", hint="name another DEST")
-    dest = _open_dest(config, open_store)
-    record, status = dest.prepare(_key(config, selection, selection.sound)), "UNCHANGED"
+    apart = [(config.dest, config.run), (config.dest, target.job_url)]
+    for inner, outer in [*apart, *((file.url, config.dest) for file in target.job.files)]:
+        if is_inside(*(re.sub("^(hf://[^@]+)@[^/]+", r"\1", each) for each in (inner, outer))):
+            raise ConfigError(f"{inner}: lies inside {outer}", hint="name another DEST")
+    is_hub = config.dest.startswith("hf://")
+    dest = HubDestination(config) if is_hub else StoreDestination(config, open_store)
+    key = _key(config, selection)
+    record, status = dest.prepare(key), "UNCHANGED"
     if record is None:
         with closing(Scratch(config.scratch_dir)) as scratch, sql_errors(config.run):
-            rows = Collection(config, selection, scratch)
-            _refuse_gaps(config, rows.answers.damaged, len(selection.sound))
-            selection.gaps.extend(rows.answers.damaged)
-            record = _write(config, selection, rows, dest, scratch)
+            record = _write(config, selection, dest, key, scratch)
         status = "PARTIAL" if selection.gaps else "SUCCESS"
     seconds = clock.monotonic() - started
     return {
@@ -84,37 +80,30 @@ def run_collect(config: CollectConfig, *, open_store: OpenStore, clock: Clock) -
     }
 
 
-def _key(
-    config: CollectConfig, selection: Selection, outputs: list[tuple[ChunkRef, Marker]]
-) -> str:
+def _key(config: CollectConfig, selection: Selection) -> str:
     """Return the hash of what decides the files' bytes: the outputs that are read, the options and the version."""
     options = msgspec.structs.asdict(config) | {"format": config.kind}
     made_of = {name: options[name] for name in options.keys() - _ASIDE} | {
         "version": __version__,
         "run": selection.target.run.fingerprint,
-        "outputs": [(marker.output_sha256, ref.first_row) for ref, marker in outputs],
+        "outputs": [(marker.output_sha256, ref.first_row) for ref, marker in selection.sound],
     }
     return codec.fingerprint(made_of)
 
 
-def _refuse_gaps(config: CollectConfig, gaps: list[Finding], num_chunks: int) -> None:
-    """Tell of chunks that cannot be collected, and refuse the run unless a part of it is there and asked for."""
-    is_none = len(gaps) == num_chunks
-    is_told = config.partial or is_none
-    for gap in [gap for gap in gaps if gap.kind != MISSING or not is_told][:_SHOWN]:
-        logger.warning("%s: %s: %s", gap.kind, gap.subject, gap.problem)
-    if is_none:
-        raise RunUnsound(
-            f"{config.run}: no chunk is done and sound",
-            hint=f"see how it goes: batchinfer status {quote(config.run)}; `batchinfer verify --deep` "
-            "says how to fix what is damaged",
-        )
-    if gaps and not config.partial:
-        names = ", ".join(gap.subject for gap in gaps[:3]) + (", …" if len(gaps) > 3 else "")
-        raise RunUnsound(
-            f"{config.run}: {len(gaps)} of {num_chunks} chunks are missing or damaged ({names})",
-            hint="add --partial to collect the others; `batchinfer verify --deep` says how to fix these",
-        )
+def _refuse_gaps(config: CollectConfig, selection: Selection) -> None:
+    """Refuse a run of which chunks cannot be collected, unless a part of it is there and asked for."""
+    gaps, num_chunks = selection.gaps, len(selection.gaps) + len(selection.sound)
+    if selection.sound and (config.partial or not gaps):
+        return
+    names = ", ".join(gap.subject for gap in gaps[:3]) + (", …" if len(gaps) > 3 else "")
+    hint = f"see how it goes: batchinfer status {quote(config.run)}"
+    if selection.sound:
+        hint = "add --partial to collect the others"
+    raise RunUnsound(
+        f"{config.run}: {len(gaps)} of {num_chunks} chunks are missing or damaged ({names})",
+        hint=f"{hint}; {ASK_VERIFY} what is damaged",
+    )
 
 
 def _missing(selection: Selection) -> dict[str, Any]:
@@ -122,57 +111,40 @@ def _missing(selection: Selection) -> dict[str, Any]:
     return {"missing_chunks": len(names), "missing": names[:_LISTED]}
 
 
-def _open_dest(config: CollectConfig, open_store: OpenStore) -> StoreDestination | HubDestination:
-    suffix, overwrite = FORMATS[config.kind], config.overwrite
-    if config.dest.startswith("hf://"):
-        is_private = not config.is_public
-        return HubDestination(config.dest, suffix, overwrite=overwrite, is_private=is_private)
-    folder, name = split_name(config.dest) if suffix_of(config.dest) else (config.dest, "")
-    return StoreDestination(open_store(folder), name, suffix, overwrite=overwrite)
-
-
 def _write(
     config: CollectConfig,
     selection: Selection,
-    rows: Collection,
     dest: StoreDestination | HubDestination,
+    key: str,
     scratch: Scratch,
 ) -> Collected:
     """Write the rows that are taken to DEST."""
+    rows = Collection(config, selection, scratch)
     most = _ALL if suffix_of(config.dest) else config.shard_rows
-    files = {}
-    for index, file in enumerate(write_files(rows, config.kind, most, scratch)):
-        files[dest.put(file, index)] = file
+    written = write_files(rows, config.kind, most, scratch)
+    files = {dest.put(file, index): file for index, file in enumerate(written)}
+    markers = [marker for _, marker in selection.sound]
     result = {
         "fingerprint": selection.target.run.fingerprint,
         "format": config.kind,
-        "rows": rows.answers.num_rows,
-        "rows_error": rows.answers.one("count(error_code)")[0],
-        "chunks": len(rows.answers.found),
+        "rows": sum(marker.rows_done for marker in markers),
+        "rows_error": sum(marker.rows_error for marker in markers),
+        "chunks": len(markers),
         "files": len(files),
         "file_rows": sum(file.rows for file in files.values()),
         "bytes": sum(file.bytes for file in files.values()),
-        "broken_answers": rows.num_broken,
         **_missing(selection),
     }
-    if rows.num_broken:
-        text = "%d finished answers break the run's JSON schema: answer_valid is false there"
-        logger.warning(text, rows.num_broken)
-    record = Collected(
-        key=_key(config, selection, rows.answers.found),
-        result=result,
-        sha256={name: file.sha256 for name, file in files.items()},
-    )
-    facts = {name: result[name] for name in ("rows", "rows_error", "missing_chunks", "file_rows")}
-    facts |= {"condition": config.where, "sample": config.sample}
-    dest.finish(record, lambda: make_card(selection.target, config, facts))
+    sizes = {name: file.bytes for name, file in files.items()}
+    record = Collected(key=key, result=result, files=sizes)
+    dest.finish(record, lambda: make_card(selection.target, config, result))
     return record
 
 
 # --------------------------------------------------------------------------- the card of a data set
 
 
-def make_card(target: RunTarget, config: CollectConfig, facts: dict[str, Any]) -> str:
+def make_card(target: RunTarget, config: CollectConfig, result: dict[str, Any]) -> str:
     """Return the card as Markdown, with a line for the licence, which the user fills in.
 
     It is the README.md of the data set's repository on the Hub, and says how the data was made. Of local sources it has
@@ -181,7 +153,7 @@ def make_card(target: RunTarget, config: CollectConfig, facts: dict[str, Any]) -
     Args:
         target: The run and its job.
         config: Where the data set is, and its form.
-        facts: What is known of the rows, by names.
+        result: What the command says of the collection.
     """
     from huggingface_hub import DatasetCardData
 
@@ -197,8 +169,9 @@ def make_card(target: RunTarget, config: CollectConfig, facts: dict[str, Any]) -
     )
     named = [each if each.startswith("hf://") else each.rpartition("/")[2] for each in sources]
     made = {"model": model, "source": ", ".join(named), **run.recorded}
-    shown = {name: made.get(name) for name in _MADE} | {"fingerprint": run.fingerprint} | facts
-    text = codec.encode_pretty(shown | {"prompt": run.config.get("prompt") or {}}).decode()
+    shown = {name: made.get(name) for name in _MADE} | result
+    shown |= {"where": config.where, "sample": config.sample, "prompt": run.config.get("prompt")}
+    text = codec.encode_pretty(shown).decode()
     return text_of("card.md").format(
         title=config.dest.partition("@")[0].rpartition("/")[2],
         front_matter=front_matter.to_yaml(),

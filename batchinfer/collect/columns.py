@@ -1,27 +1,33 @@
-"""Columns that SQL over the answers' bodies does not give: members of JSON values, verdicts on them, and vectors.
+"""Columns that SQL over the answers' bodies does not give: members of JSON values, vectors, and the source's.
 
 A column of JSON values has the type that all of its values share. Where they share none, it is JSON text. No value
-becomes another: no float stands for an integer that it would round, and no number for a text.
+becomes another: no float stands for an integer that it would round, and no number for a text. The source's columns are
+read again from parquet files that are unchanged; else they are JSON values of the job's chunks.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import logging
 import math
-import re
-from collections.abc import Mapping
+from base64 import b64decode
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import msgspec
-
-from batchinfer.collect.answers import Answers, quoted, rows_of
+from batchinfer.collect.answers import Answers, quoted
+from batchinfer.collect.table_files import grouped
+from batchinfer.core.errors import ConfigError, InputError, near
 from batchinfer.core.json_text import is_deep
-from batchinfer.core.units import many
+from batchinfer.core.records import Job
+from batchinfer.split.files import opened
 
 logger = logging.getLogger(__name__)
+
+_BLOCK_BYTES = 8 << 20
+_BATCH_ROWS = 4096
+"""Most bytes and rows of the source's files that are read at once."""
 
 MAX_NAMES = 100
 """Most names of an object. One with more is probably a map with arbitrary keys, and stays JSON text."""
@@ -31,52 +37,56 @@ _FLOAT_DIGITS, _INT_DIGITS = 16, 19
 _MOST_LEVELS = 40
 """Levels of arrays and objects that make a column. Readers of parquet take no more than 100, two for a list."""
 
-_OF_SCHEMA = {"string": "VARCHAR", "integer": "BIGINT", "number": "DOUBLE", "boolean": "BOOLEAN"}
-"""DuckDB's names for the types of a JSON schema's simple members."""
+_EXAMPLES = {"string": "", "integer": 0, "number": 0.5, "boolean": True}
+"""Values of the simple types of a JSON schema."""
 
 Shape = Any
 """As `json_group_structure` gives it: the name of a type, a list of one shape, or shapes by the names of members."""
 
 
 class JsonColumns:
-    """The columns of JSON objects.
+    """The columns of JSON objects in `answers`.
 
     Args:
-        sql: Connection with the relation.
-        relation: SQL of a relation.
-        value: SQL of its JSON values. Those that are no objects count as null.
-        known: Types that the run's schema gives to members. A member gets its type if all of its values fit.
+        sql: Connection with the answers.
+        value: SQL of the JSON values. Those that are no objects count as null.
+        example: An object with values of the types that members should have where all of their values fit.
         most_names: Most names that all objects together may have, else they have no columns.
     """
 
     def __init__(
         self,
         sql: Any,
-        relation: str,
         value: str,
-        known: Mapping[str, str] | None = None,
+        example: Mapping[str, Any] | None = None,
         *,
         most_names: float = math.inf,
     ) -> None:
         self._value = f"CASE WHEN json_type({value}) = 'OBJECT' THEN {value} END"
-        shape = _group(sql, relation, self._value)
-        self.is_flat = shape != "JSON" and len(shape) <= most_names
-        """Whether the objects have few members, none of them nested deep."""
-        shape = shape if self.is_flat and isinstance(shape, dict) else {}
-        folded = [name.casefold() for name in shape | dict(known or {})]
-        odd = {name for name in folded if not name or folded.count(name) > 1}
-        shape = {name: "JSON" if name.casefold() in odd else kind for name, kind in shape.items()}
-        self.kinds = _fitting(
-            sql, relation, {name: (self._member(name), kind) for name, kind in shape.items()}
-        )
-        wider = {
-            name: (self._member(name), kind)
-            for name, kind in (known or {}).items()
-            if self.kinds.get(name, "NULL") in ("NULL", "BIGINT" if kind == "DOUBLE" else "")
-            and name.casefold() not in odd
-        }
-        fitting = _fitting(sql, relation, wider)
-        self.kinds |= {name: kind for name, kind in fitting.items() if kind != "JSON"}
+        # DuckDB keeps all values that json_group_structure reads, so it gets one of each structure.
+        rows = f"SELECT {self._value} AS v, row_number() OVER () AS r FROM answers"
+        rows += f" UNION ALL SELECT {quoted(json.dumps(example or {}), chr(39))}::JSON, {2**62}"
+        some = f"SELECT any_value(v) AS v, min(r) AS r FROM ({rows}) GROUP BY json_structure(v) ORDER BY r"
+        [found] = sql.execute(f"SELECT json_group_structure(v) FROM ({some})").fetchall()[0]
+        shape = {} if is_deep(found.encode()) else json.loads(found)
+        shape = shape if isinstance(shape, dict) and len(shape) <= most_names else {}
+        count = Counter(map(str.casefold, shape))
+        self.kinds, large = dict[str, Shape](), dict[str, str]()
+        for name, kind in shape.items():
+            types = {"JSON"} if not name or count[name.casefold()] > 1 else set[str]()
+            signed = _signed(kind, types)
+            types.update({"JSON"} if is_deep(json.dumps(kind).encode(), _MOST_LEVELS) else ())
+            self.kinds[name] = "JSON" if "JSON" in types else signed
+            if "JSON" not in types and types & {"DOUBLE", "UBIGINT", "HUGEINT", "UHUGEINT"}:
+                pattern = _LARGE % (_FLOAT_DIGITS if "DOUBLE" in types else _INT_DIGITS)
+                large[name] = f"bool_or(regexp_matches({self._member(name)}::VARCHAR, '{pattern}'))"
+        names = list(large)
+        for start in range(0, len(names), MAX_NAMES):  # each name takes memory
+            some_names = names[start : start + MAX_NAMES]
+            query = f"SELECT {', '.join(large[name] for name in some_names)} FROM answers"
+            row = sql.execute(query).fetchall()[0]
+            changed = (name for name, is_large in zip(some_names, row, strict=True) if is_large)
+            self.kinds |= dict.fromkeys(changed, "JSON")
 
     @property
     def json_texts(self) -> list[str]:
@@ -87,12 +97,13 @@ class JsonColumns:
     def struct(self) -> str:
         """SQL of a struct of all members but those that are JSON text."""
         kinds = {name: kind for name, kind in self.kinds.items() if kind != "JSON"}
-        return transform(self._value, kinds) if kinds else "NULL"
+        shape = quoted(json.dumps(kinds), "'")
+        return f"json_transform({self._value}, {shape})" if kinds else "NULL"
 
     def columns(self, struct: str) -> dict[str, str]:
         """Return the SQL of each column by its name, where the relation has `self.struct` under the name `struct`."""
         return {
-            name: transform(self._member(name), kind)
+            name: f"nullif({self._member(name)}::VARCHAR, 'null')"
             if kind == "JSON"
             else f"struct_extract({struct}, {quoted(name, chr(39))})"
             for name, kind in self.kinds.items()
@@ -101,49 +112,6 @@ class JsonColumns:
     def _member(self, name: str) -> str:
         pointer = "/" + name.replace("~", "~0").replace("/", "~1")
         return f"json_extract({self._value}, {quoted(pointer, chr(39))})"
-
-
-def transform(value: str, shape: Shape) -> str:
-    """Return the SQL that gives JSON values the types of a shape."""
-    if shape == "JSON":
-        return f"nullif(({value})::VARCHAR, 'null')"
-    return f"json_transform({value}, {quoted(json.dumps(shape), chr(39))})"
-
-
-def shape_of(sql: Any, relation: str, value: str) -> Shape:
-    """Return the shape of JSON values, or JSON where they do not share one."""
-    found = _group(sql, relation, value)
-    return _fitting(sql, relation, {"": (value, found)})[""]
-
-
-def _group(sql: Any, relation: str, value: str) -> Shape:
-    # DuckDB keeps all values that json_group_structure reads, so it gets one of each structure.
-    rows = f"(SELECT {value} AS v, row_number() OVER () AS r FROM {relation})"
-    some = (
-        f"SELECT any_value(v) AS v, min(r) AS r FROM {rows} GROUP BY json_structure(v) ORDER BY r"
-    )
-    [[found]] = rows_of(sql, f"SELECT json_group_structure(v) FROM ({some})")
-    found = found or '"NULL"'
-    return "JSON" if is_deep(found.encode()) else json.loads(found)
-
-
-def _fitting(sql: Any, relation: str, found: dict[str, tuple[str, Shape]]) -> dict[str, Shape]:
-    """Return the shapes of values by their names, JSON for those whose types would change a number."""
-    kinds, large = {}, {}
-    for name, (value, shape) in found.items():
-        types = set[str]()
-        signed = _signed(shape, types)
-        types.update({"JSON"} if is_deep(json.dumps(shape).encode(), _MOST_LEVELS) else ())
-        kinds[name] = "JSON" if "JSON" in types else signed
-        if "JSON" not in types and types & {"DOUBLE", "UBIGINT", "HUGEINT", "UHUGEINT"}:
-            pattern = _LARGE % (_FLOAT_DIGITS if "DOUBLE" in types else _INT_DIGITS)
-            large[name] = f"bool_or(regexp_matches(({value})::VARCHAR, '{pattern}'))"
-    names = list(large)
-    for start in range(0, len(names), MAX_NAMES):  # each name takes memory
-        some = names[start : start + MAX_NAMES]
-        [row] = rows_of(sql, f"SELECT {', '.join(map(large.__getitem__, some))} FROM {relation}")
-        kinds |= {name: "JSON" for name, is_large in zip(some, row, strict=True) if is_large}
-    return kinds
 
 
 def _signed(shape: Shape, types: set[str]) -> Shape:
@@ -179,137 +147,153 @@ def schema_of(body: Mapping[str, Any]) -> tuple[bool, Any]:
     return schema is not None or bool(is_json), schema
 
 
-def types_of(schema: Any) -> dict[str, str]:
-    """Return DuckDB's types of the members to which a schema gives simple ones."""
+def example_of(schema: Any) -> dict[str, Any]:
+    """Return values of the members to which a schema gives simple types."""
     members = schema.get("properties") if isinstance(schema, Mapping) else None
     return {
-        name: _OF_SCHEMA[member["type"]]
+        name: _EXAMPLES[member["type"]]
         for name, member in (members if isinstance(members, Mapping) else {}).items()
-        if isinstance(member, Mapping) and str(member.get("type")) in _OF_SCHEMA
+        if isinstance(member, Mapping) and str(member.get("type")) in _EXAMPLES
     }
-
-
-class AnswerSchema:
-    """A JSON schema that answers are validated against. It fetches no schema from elsewhere.
-
-    Args:
-        schema: The schema. If it is no valid one, `is_usable` is False, and no answer is validated.
-    """
-
-    def __init__(self, schema: Any) -> None:
-        import jsonschema
-        import referencing
-
-        self.is_usable = False
-        """Whether answers can be validated."""
-        if isinstance(schema, Mapping) and isinstance(schema.get("$schema", ""), str):
-            kind = jsonschema.validators.validator_for(schema)
-            self.is_usable = not list(kind(kind.META_SCHEMA).iter_errors(schema))
-            self._validator = kind(schema, registry=referencing.Registry())
-
-    def array(self, texts: Any, reasons: Any) -> Any:
-        """Return whether the answers of an Arrow column are valid: a truth value a row, or a list of them.
-
-        Null for an answer that did not end by itself, and where the schema refers to another place, or has a pattern or
-        a number that Python cannot use.
-        """
-        import pyarrow as pa
-
-        is_list = pa.types.is_list(texts.type)
-        kind = pa.list_(pa.bool_()) if is_list else pa.bool_()
-        found = map(self._is_valid, texts.to_pylist(), reasons.to_pylist())
-        return pa.array(found, kind)
-
-    def _is_valid(self, text: Any, reason: Any) -> Any:
-        from referencing.exceptions import Unresolvable
-
-        if isinstance(text, list):
-            reasons = reason if isinstance(reason, list) else [reason] * len(text)
-            return list(map(self._is_valid, text, reasons))
-        if text is None or reason != "stop":
-            return None
-        try:
-            answer = json.loads(text)
-        except (ValueError, RecursionError):
-            return False
-        try:
-            return bool(self._validator.is_valid(answer))
-        except (Unresolvable, re.error, OverflowError, RecursionError):
-            return None
-
-
-def num_broken(column: Any) -> int:
-    """Return how many answers of such a column break the schema."""
-    from pyarrow import compute, types
-
-    flat = compute.list_flatten(column) if types.is_list(column.type) else column
-    return compute.sum(compute.invert(flat)).as_py() or 0
 
 
 # --------------------------------------------------------------------------- vectors
 
-_decode_vectors = msgspec.json.Decoder(list[float | list[float | None] | None] | str).decode
+_FLOATS = """CASE WHEN v[1] = '"' THEN floats_of(v) ELSE TRY_CAST(v::JSON AS FLOAT[]) END"""
 _LENGTH = r"""CASE WHEN regexp_matches(v, '^\s*\[\s*\[') THEN -1
 WHEN v[1] = '"' THEN length(trim(v, '"=')) * 3 // 16 ELSE json_array_length(v) END"""
 _ALL = "coalesce(list_transform(items, lambda i: i.embedding), [embedding])"
 _LENGTHS = f"list_transform({_ALL}, lambda v: {_LENGTH})"
 
 
-class VectorColumn:
-    """A column of vectors: its name and type, which are those of all rows.
+def vector_column(answers: Answers, task: str, column: str, value: str) -> tuple[str, str]:
+    """Return name and SQL of the column of vectors, with the type of all rows. What is no vector becomes null.
 
     Args:
-        answers: The answers, some of which have vectors.
+        answers: The answers, some of which have vectors. Their connection has the function `floats_of`.
         task: The run's task.
         column: The column that holds them as JSON texts: `embedding`, or `embeddings` if a row may have several.
+        value: SQL of that column.
+    """
+    is_list = column == "embeddings"
+    least, most = answers.one(f"min(list_min({_LENGTHS}))", f"max(list_max({_LENGTHS}))")
+    is_nested, is_number = least < 0, task == "reward" and least == most == 1
+    vector = f"TRY_CAST({_FLOATS} AS FLOAT[{most if least == most > 0 else ''}])"
+    name = "reward" if task == "reward" and (is_number or is_nested) else "embedding"
+    if is_nested:
+        vector = "TRY_CAST(v::JSON AS FLOAT[][])"
+        name = "token_embeddings" if name == "embedding" else "rewards"
+    elif is_number:
+        vector += "[1]"
+    every = f"list_transform({value if is_list else f'[{value}]'}, lambda v: {vector})"
+    return f"{name}s" if is_list and not is_nested else name, every if is_list else f"({every})[1]"
+
+
+def floats_of(texts: Any) -> Any:
+    """Return the vectors of an Arrow array of base64 texts in quotes; null for a text that is none."""
+    import numpy as np
+    import pyarrow as pa
+
+    def vector(text: str | None) -> Any:
+        try:
+            return text and np.frombuffer(b64decode(text.strip('"'), validate=True), "<f4")
+        except ValueError:
+            return None
+
+    return pa.array(map(vector, texts.to_pylist()), pa.list_(pa.float32()))
+
+
+# --------------------------------------------------------------------------- the source's files
+
+
+def chosen(columns: Sequence[str], known: Sequence[str]) -> list[str]:
+    """Return the names of the columns that are asked for, of all without any.
+
+    Raises:
+        ConfigError: one of them is not known.
+    """
+    for name in columns:
+        if name not in known:
+            names = ", ".join(known[:30])
+            raise ConfigError(
+                f"--columns: the source has no column {name!r}, expected some of {names}{near(name, known)}",
+                hint="check the spelling",
+            )
+    return list(dict.fromkeys(columns or known))
+
+
+class ParquetSource:
+    """The columns of a job's parquet files, which must be those that the job was made of.
+
+    Raises:
+        ConfigError: the source has no such column.
+        Exception: a file is gone, has changed or cannot be read; a column has several types in the files, or one of
+            which Arrow takes no rows.
     """
 
-    def __init__(self, answers: Answers, task: str, column: str) -> None:
+    def __init__(self, job: Job, columns: Sequence[str]) -> None:
         import pyarrow as pa
 
-        is_list = column == "embeddings"
-        least, most = answers.one(f"min(list_min({_LENGTHS}))", f"max(list_max({_LENGTHS}))")
-        self._is_nested = least < 0
-        self._is_number = task == "reward" and least == most == 1
-        is_reward = task == "reward" and (self._is_number or self._is_nested)
-        self.name = "reward" if is_reward else "embedding"
-        if self._is_nested:
-            self.name = "rewards" if is_reward else "token_embeddings"
-        elif is_list:
-            self.name += "s"
-        self._length = most if least == most > 0 else -1
-        self._num_odd = 0
-        self.type = pa.list_(pa.float32(), self._length)
-        if self._is_number:
-            self.type = pa.float32()
-        for is_so in (self._is_nested, is_list):
-            self.type = pa.list_(self.type) if is_so else self.type
+        from batchinfer.split.parquet_rows import read_footer
 
-    def array(self, table: Any) -> Any:
-        """Return this column of a table as an Arrow array, of its JSON texts. What is no vector becomes null."""
+        self._files, footers = job.files, list[Any]()
+        for file in self._files:
+            with opened(file.url) as there:
+                footer, digest = read_footer(there)
+            if digest != file.digest:
+                raise InputError(f"{file.url}: has changed since the split")
+            footers.append(footer)
+        schemas = [footer.schema.to_arrow_schema().remove_metadata() for footer in footers]
+        self._types = pa.unify_schemas(schemas)
+        names = chosen(columns, [name for name in job.columns if name in self._types.names])
+        self.schema = pa.schema([self._types.field(name) for name in names])
+        self.schema.empty_table().take(pa.array([], pa.int64()))
+        groups = (each.row_group(index) for each in footers for index in range(each.num_row_groups))
+        parts = (group.column(index) for group in groups for index in range(group.num_columns))
+        own = tuple(f"{name}." for name in names)
+        size = sum(
+            x.total_uncompressed_size for x in parts if f"{x.path_in_schema}.".startswith(own)
+        )
+        num_rows = sum(footer.num_rows for footer in footers)
+        self._at_once = min(_BATCH_ROWS, max(1, _BLOCK_BYTES * num_rows // max(1, size)))
+        """Number of rows whose columns have limited bytes, by the mean. Texts that repeat count as one."""
+
+    def tables(self) -> Iterator[tuple[int, Any]]:
+        """Yield all rows in order, as Arrow tables of limited bytes, each with the number of its first row."""
+        first = 0
+        for table in grouped(self._batches(), self._at_once):
+            yield first, table
+            first += len(table)
+
+    def _batches(self) -> Iterator[Any]:
         import pyarrow as pa
+        from pyarrow import dataset
 
-        found = [self._value(text) for text in table[self.name].to_pylist()]
-        if self._num_odd:
-            logger.warning("%s cannot be read: null here", many(self._num_odd, "vector"))
-            self._num_odd = 0
-        return pa.array(found, self.type)
+        kind = dataset.ParquetFileFormat()
+        for file in self._files:
+            with opened(file.url) as there:
+                rows = dataset.FileSystemDataset([kind.make_fragment(there)], self._types, kind)
+                for batch in rows.to_batches(
+                    columns=self.schema.names,
+                    batch_size=self._at_once,
+                    batch_readahead=1,
+                    use_threads=False,
+                ):
+                    yield pa.table(batch)
 
-    def _value(self, text: Any) -> Any:
-        import numpy as np
 
-        if text is None or isinstance(text, list):
-            return text and list(map(self._value, text))
-        try:
-            value = _decode_vectors(text)
-            if self._is_nested and value == []:
-                return []
-            if isinstance(value, str):
-                value = np.frombuffer(base64.b64decode(value, validate=True), "<f4")
-            found = np.array(value, np.float32, ndmin=2)
-            if found.shape[1] != self._length > 0:
-                raise ValueError("another length")
-        except ValueError:
-            self._num_odd += 1
-            return None
-        return list(found) if self._is_nested else found[0, 0] if self._is_number else found[0]
+def open_parquet(job: Job, columns: Sequence[str]) -> ParquetSource | None:
+    """Return the columns of the job's parquet files; None if these are gone, have changed, or are not all it has.
+
+    Raises:
+        ConfigError: the source has no such column.
+    """
+    if not job.files or any(each.format != "parquet" for each in job.sources):
+        return None
+    try:
+        return ParquetSource(job, columns)
+    except ConfigError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever is wrong with the source, the chunks have its rows
+        logger.info("the source cannot be read again (%s)", error)
+        return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import closing
 from typing import Annotated, Any
 
@@ -15,12 +14,9 @@ from batchinfer.core.clock import Clock
 from batchinfer.core.errors import InputError
 from batchinfer.core.option_help import FIRST, NO_OPTION, Opt
 from batchinfer.core.records import Record
-from batchinfer.ledger.audit import MISSING
 from batchinfer.ledger.jobs import OpenStore
 from batchinfer.ledger.runs import differing_keys
 from batchinfer.storage.scratch import Scratch
-
-logger = logging.getLogger(__name__)
 
 
 class CompareConfig(Record, frozen=True, kw_only=True):
@@ -52,10 +48,6 @@ def run_compare(config: CompareConfig, *, open_store: OpenStore, clock: Clock) -
             f"{runs[0]} and {runs[1]}: are not runs over one job, so their rows cannot be matched",
             hint="start the second worker with the first one's job and another --output",
         )
-    for url, selection in zip(runs, found, strict=True):
-        for gap in selection.gaps:
-            if gap.kind != MISSING:
-                logger.warning("%s: %s: %s", url, gap.subject, gap.problem)
     with closing(Scratch(config.scratch_dir)) as scratch, sql_errors("these runs"):
         sql = connect(scratch.folder)
         for name, selection in zip("ab", found, strict=True):

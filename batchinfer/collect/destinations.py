@@ -6,6 +6,7 @@ huggingface_hub takes its time to load, so only the functions that use it import
 from __future__ import annotations
 
 import contextlib
+import filecmp
 import logging
 import re
 import sys
@@ -14,19 +15,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from batchinfer.collect.collect_config import suffix_of
+from batchinfer.collect.collect_config import FORMATS, CollectConfig, suffix_of
 from batchinfer.collect.table_files import TableFile
 from batchinfer.core import codec
-from batchinfer.core.errors import (
-    AccessDenied,
-    AlreadyExists,
-    ConfigError,
-    InputError,
-    ObjectNotFound,
-    PreconditionFailed,
-)
+from batchinfer.core.errors import AccessDenied, ConfigError, InputError, ObjectNotFound
 from batchinfer.core.records import Record
-from batchinfer.storage import Object, Store
+from batchinfer.ledger.jobs import OpenStore, split_name
+from batchinfer.storage import Object
 from batchinfer.storage.hub import ReadOnlyStore, hub_errors
 from batchinfer.storage.retrying import RetryPolicy, retried
 
@@ -57,14 +52,10 @@ class Collected(Record, frozen=True, kw_only=True):
     """Hash of what decides the files' bytes: the outputs, the options and batchinfer's version."""
     result: dict[str, Any]
     """What the command said of the collection."""
-    sha256: dict[str, str]
-    """Hashes of the files, by their names; on the Hub that of the card, too."""
-
-
-def _raced(where: str) -> InputError:
-    """Return the error for a place that somebody else writes to meanwhile."""
-    hint = "let one command write to one place"
-    return InputError(f"{where}: somebody else writes there at the same time", hint=hint)
+    files: dict[str, int]
+    """Bytes of the files, by their names."""
+    card_sha256: str = ""
+    """Hash of the card, on the Hub."""
 
 
 def _read_record(data: bytes) -> Collected | None:
@@ -72,6 +63,11 @@ def _read_record(data: bytes) -> Collected | None:
     with contextlib.suppress(InputError, msgspec.ValidationError):
         return codec.decode(data, Collected, name=RECORD_KEY)
     return None
+
+
+def part_name(config: CollectConfig, index: int) -> str:
+    """Return the name of one of the files of a table."""
+    return f"part-{index:05d}{FORMATS[config.kind]}"
 
 
 def _check_free(url: str, names: Iterable[str], *, is_taken: bool) -> None:
@@ -89,17 +85,16 @@ class StoreDestination:
     In a folder, `_COLLECTED` is written last: then all files are there. What a killed `collect` left is replaced.
 
     Args:
-        store: The folder.
-        name: Name of the one file; empty for a folder of files.
-        suffix: Ending of the files' names.
-        overwrite: Whether what an earlier `collect` left may be replaced.
+        config: What is collected, in which form.
+        open_store: Opens the folder.
     """
 
-    def __init__(self, store: Store, name: str, suffix: str, *, overwrite: bool) -> None:
-        self._store, self._name = store, name
-        self._suffix, self._overwrite = suffix, overwrite
+    def __init__(self, config: CollectConfig, open_store: OpenStore) -> None:
+        dest = config.dest
+        folder, self._name = split_name(dest) if suffix_of(dest) else (dest, "")
+        self._config, self._store = config, open_store(folder)
         self._old: set[str] = set()
-        self._old_record, self._key, self._is_begun = b"", "", False
+        self._key, self._is_begun = "", False
 
     def prepare(self, key: str) -> Collected | None:
         """Return the record of the collection with this key that is there already; None if there is none, or not whole.
@@ -114,33 +109,32 @@ class StoreDestination:
             return None
         there = {info.key: info.bytes for info in self._store.list("")}
         is_taken = RECORD_KEY in there
-        self._old_record = self._store.get(RECORD_KEY).data if is_taken else b""
-        record = _read_record(self._old_record)
+        record = _read_record(self._store.get(RECORD_KEY).data) if is_taken else None
         self._old = set(filter(OWN_NAME.match, there))
-        size = sum(there.get(name, 0) for name in record.sha256) if record else 0
-        if record and record.key == key and record.result.get("bytes") == size:
+        if record and record.key == key and record.files.items() <= there.items():
             self._store.delete([STARTED_KEY] if STARTED_KEY in there else [])
             return record
         is_taken |= bool(self._old) and STARTED_KEY not in there
-        _check_free(self._store.url, there, is_taken=is_taken and not self._overwrite)
+        _check_free(self._store.url, there, is_taken=is_taken and not self._config.overwrite)
         return None
 
     def put(self, file: TableFile, index: int) -> str:
         """Store a file and return the name that it has at the place. The local file is gone afterwards.
 
         Raises:
-            InputError: Another file is there, which must not be replaced. Or another command has completed the folder
-                meanwhile, whose files stay as they are.
+            InputError: Another file is there, which must not be replaced. Or another command writes to the folder, or
+                has completed it meanwhile.
         """
-        name = self._name or f"part-{index:05d}{self._suffix}"
+        name = self._name or part_name(self._config, index)
         if not self._name:
             self._begin()
-        elif not self._overwrite and any(info.key == name for info in self._store.list(name)):
+        elif not self._config.overwrite and any(
+            info.key == name for info in self._store.list(name)
+        ):
             there = file.path.with_suffix(".there")
             self._store.download(name, there)
-            with there.open("rb") as opened:
-                # With the same bytes, a killed `collect` left it.
-                is_other = codec.sha256_file(opened) != file.sha256
+            # With the same bytes, a killed `collect` left it.
+            is_other = not filecmp.cmp(there, file.path, shallow=False)
             _check_free(f"{self._store.url}/{name}", (), is_taken=is_other)
         self._store.put_file(name, file.path)
         self._old.discard(name)
@@ -148,49 +142,39 @@ class StoreDestination:
         return name
 
     def _begin(self) -> None:
-        """Let the folder say that this collection is under way.
+        """Let the folder say that this collection is under way, or see that it still says so.
 
         Raises:
-            InputError: Another one is, or is complete.
+            InputError: It does not: another command writes there. Or one has completed the folder since `prepare`.
         """
-        found, started = map(self._there, (RECORD_KEY, STARTED_KEY))
-        record, key = found.data if found else b"", self._key.encode()
-        standing = _read_record(record)
-        is_same = standing is not None and standing.key == self._key
-        is_ours = started is not None and started.data == key
-        is_free = not self._is_begun and record == self._old_record
-        if not (is_same or is_ours or is_free):
-            raise _raced(self._store.url)
+        if not self._is_begun:
+            self.prepare(self._key)
+        started = self._started()
+        is_ours = started is not None and started.data == self._key.encode()
+        if self._is_begun and not is_ours:
+            hint = "let one command write to one place"
+            raise InputError(f"{self._store.url}: somebody else writes there, too", hint=hint)
         if self._is_begun:
             return
-        try:
-            if started is None:
-                self._store.create(STARTED_KEY, key)
-            elif not is_ours:  # a killed command left it
-                self._store.replace(STARTED_KEY, key, etag=started.etag)
-        except (AlreadyExists, PreconditionFailed) as error:
-            raise _raced(self._store.url) from error
-        self._store.delete([RECORD_KEY] if found and record == self._old_record else [])
+        if started is None:
+            self._store.create(STARTED_KEY, self._key.encode())
+        elif not is_ours:  # a killed command left it
+            self._store.replace(STARTED_KEY, self._key.encode(), etag=started.etag)
+        self._store.delete([RECORD_KEY])
         self._is_begun = True
 
-    def _there(self, key: str) -> Object | None:
+    def _started(self) -> Object | None:
         with contextlib.suppress(ObjectNotFound):
-            return self._store.get(key)
+            return self._store.get(STARTED_KEY)
         return None
 
     def finish(self, record: Collected, card: Callable[[], str]) -> None:  # noqa: ARG002 - only the Hub takes a card
         """End the collection, after all files are stored."""
-        if self._name:
-            return
-        self._begin()
-        self._store.delete(sorted(self._old))
-        try:
+        if not self._name:
+            self._begin()
+            self._store.delete(sorted(self._old))
             self._store.create(RECORD_KEY, codec.encode_pretty(record))
-        except AlreadyExists as error:
-            raise _raced(self._store.url) from error
-        started = self._there(STARTED_KEY)
-        is_ours = started is not None and started.data == self._key.encode()
-        self._store.delete([STARTED_KEY] if is_ours else [])
+            self._store.delete([STARTED_KEY])
 
 
 # --------------------------------------------------------------------------- the Hub
@@ -204,28 +188,23 @@ class HubDestination:
     sends only the rest next time. Endpoint and token come from the environment (HF_ENDPOINT, HF_TOKEN).
 
     Args:
-        url: hf://datasets/org/name[@branch].
-        suffix: Ending of the files' names.
-        overwrite: Whether what an earlier `collect` left may be replaced.
-        is_private: Whether only its owners see a repository that is made.
+        config: What is collected, in which form, to hf://datasets/org/name[@branch].
 
     Raises:
         ConfigError: the URL is not of this form.
     """
 
-    def __init__(
-        self, url: str, suffix: str = "", *, overwrite: bool = False, is_private: bool = True
-    ) -> None:
+    def __init__(self, config: CollectConfig) -> None:
+        url = config.dest
         match = _ADDRESS.match(url)
         if match is None:
             raise ConfigError(
                 f"{url}: no place for a data set on the Hub, expected hf://datasets/org/name[@branch]",
                 hint="a model's or a space's repository takes no data set, nor does a folder in one",
             )
-        self.url, self.commit = url, ""
+        self._config, self.url, self.commit = config, url, ""
         self._repo, self._branch = match["repo"], match["branch"] or "main"
         self._where = {"repo_id": self._repo, "repo_type": "dataset"}
-        self._suffix, self._overwrite, self._is_private = suffix, overwrite, is_private
         self._old: set[str] = set()
         self._keeps_card = False
         self._uploaded: list[Any] = []
@@ -239,10 +218,11 @@ class HubDestination:
         from huggingface_hub import CommitOperationAdd
 
         def steps(api: Any) -> None:
-            api.create_repo(**self._where, private=self._is_private, exist_ok=True)
+            api.create_repo(**self._where, private=not self._config.is_public, exist_ok=True)
             if self._branch != "main":
                 api.create_branch(**self._where, branch=self._branch, exist_ok=True)
-            self._preupload(api, CommitOperationAdd(CARD, b"#"))
+            probe = CommitOperationAdd(CARD, b"#")
+            api.preupload_lfs_files(**self._where, additions=[probe], revision=self._branch)
 
         try:
             self._ask(steps)
@@ -263,11 +243,11 @@ class HubDestination:
         self.make()
         self.commit, files = self._ask(self._look)
         record = _read_record(self._read(HUB_RECORD)) if HUB_RECORD in files else None
-        if record and record.key == key and record.sha256.keys() - {CARD} <= files:
+        if record and record.key == key and record.files.keys() <= files:
             return record
         self._old = {name for name in files if suffix_of(name) and not name.startswith(".")}
-        _check_free(self.url, self._old, is_taken=bool(self._old) and not self._overwrite)
-        own = record.sha256.get(CARD) if record else None
+        _check_free(self.url, self._old, is_taken=bool(self._old) and not self._config.overwrite)
+        own = record.card_sha256 if record else ""
         self._keeps_card = CARD in files and codec.sha256(self._read(CARD)) != own
         return None
 
@@ -275,9 +255,10 @@ class HubDestination:
         """Upload a file and return its name. A large file is gone from the disk afterwards."""
         from huggingface_hub import CommitOperationAdd
 
-        addition = CommitOperationAdd(f"data/part-{index:05d}{self._suffix}", file.path)
+        addition = CommitOperationAdd(f"data/{part_name(self._config, index)}", file.path)
         logger.info("%s: uploading %s", self.url, addition.path_in_repo)
-        self._ask(lambda api: self._preupload(api, addition))
+        where: dict[str, Any] = {**self._where, "revision": self._branch}
+        self._ask(lambda api: api.preupload_lfs_files(**where, additions=[addition]))
         self._uploaded.append(addition)
         if addition._upload_mode == "lfs":  # noqa: SLF001 - huggingface_hub tells it nowhere else
             file.path.unlink()  # the others travel with the commit
@@ -293,13 +274,13 @@ class HubDestination:
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
         text = card().encode()
-        whole = msgspec.structs.replace(record, sha256=record.sha256 | {CARD: codec.sha256(text)})
+        whole = msgspec.structs.replace(record, card_sha256=codec.sha256(text))
         added = {HUB_RECORD: codec.encode_pretty(whole), CARD: text}
         if self._keeps_card:
             del added[CARD]
             logger.info("%s: its card stays as it is", self.url)
         operations = [
-            *map(CommitOperationDelete, sorted(self._old - record.sha256.keys())),
+            *map(CommitOperationDelete, sorted(self._old - record.files.keys())),
             *self._uploaded,
             *(CommitOperationAdd(name, data) for name, data in added.items()),
         ]
@@ -321,9 +302,6 @@ class HubDestination:
     def _read(self, name: str) -> bytes:
         url = f"hf://datasets/{self._repo}@{self.commit}"
         return ReadOnlyStore(url, retries=RetryPolicy()).get(name).data
-
-    def _preupload(self, api: Any, addition: Any) -> None:
-        api.preupload_lfs_files(**self._where, additions=[addition], revision=self._branch)
 
     def _ask(self, action: Callable[[Any], T]) -> T:
         """Run `action` on the Hub's client until it succeeds, fails for good, or has failed too often."""

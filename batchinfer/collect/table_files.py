@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from batchinfer.core import codec
+from batchinfer.core.json_text import raw_members
 from batchinfer.formats.lines import OutputLine, read_line
 from batchinfer.storage.scratch import Scratch, scratch_errors
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 _GROUP_ROWS = 20_000
 _GROUP_BYTES = 64 << 20
-"""Rows and bytes of which one suffices to end a row group of parquet."""
+"""Most rows and bytes of a row group of parquet."""
 _FEW_VALUES = ("status", "finish_reason", "error_code", "model", "label")
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
@@ -36,7 +37,6 @@ class TableFile(NamedTuple):
     path: Path
     rows: int
     bytes: int
-    sha256: str
 
 
 def write_files(rows: Rows, kind: str, most: int, scratch: Scratch) -> Iterator[TableFile]:
@@ -44,7 +44,8 @@ def write_files(rows: Rows, kind: str, most: int, scratch: Scratch) -> Iterator[
 
     Without any row there is one file, which has the columns only.
     """
-    tables = _groups(rows.tables()) if kind == "parquet" else filter(len, rows.tables())
+    most_rows = _GROUP_ROWS if kind == "parquet" else 1
+    tables = grouped(rows.tables(), most_rows, _GROUP_BYTES)
     with scratch_errors(scratch.folder):
         left, index = next(tables, None), 0
         while left is not None or not index:
@@ -55,22 +56,21 @@ def write_files(rows: Rows, kind: str, most: int, scratch: Scratch) -> Iterator[
                     writer.write_table(part)
                     count += len(part)
                     left = left.slice(len(part)) if len(part) < len(left) else next(tables, None)
-            with path.open("rb") as file:
-                sha256 = codec.sha256_file(file)
-            yield TableFile(path, count, path.stat().st_size, sha256)
+            yield TableFile(path, count, path.stat().st_size)
 
 
-def _groups(tables: Iterable[Any]) -> Iterator[Any]:
-    """Yield rows in tables of the size of row groups."""
+def grouped(tables: Iterable[Any], most: int, most_bytes: float = math.inf) -> Iterator[Any]:
+    """Yield rows in tables of so many rows and bytes at most, but of a whole table at least."""
     import pyarrow as pa
 
     held: list[Any] = []
-    for table in tables:
-        held += [table] if len(table) else []
-        size, count = sum(each.nbytes for each in held), sum(map(len, held))
-        if count >= _GROUP_ROWS or size >= _GROUP_BYTES:
+    count, size = 0, 0
+    for table in filter(len, tables):
+        if held and (count + len(table) > most or size + table.nbytes > most_bytes):
             yield pa.concat_tables(held)
-            held = []
+            held, count, size = [], 0, 0
+        held.append(table)
+        count, size = count + len(table), size + table.nbytes
     if held:
         yield pa.concat_tables(held)
 
@@ -210,11 +210,9 @@ def openai_batch(line: str, _source: str) -> bytes:
 def completions(line: str, source: str) -> bytes:
     """Return the row's request and its result. A failed row has no result, but an error."""
     found = read_line(line.encode())
-    try:
-        request: Any = _decode(source)
-        request = {name: value for name, value in request.items() if name not in ("_row", "_id")}
-    except msgspec.DecodeError:
-        request = None  # the line is no JSON object
+    members = raw_members(source.encode())  # None where the line is no JSON object
+    names = [name for name in members or () if name not in ("_row", "_id")]
+    request = members and {name: members[name] for name in names}
     if found.error is not None:
         return _encode({"request": request, "result": None, "error": _error_of(found)})
     choices = _decode(found.body).get("choices", msgspec.Raw(b"[]"))

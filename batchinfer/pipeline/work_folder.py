@@ -181,7 +181,7 @@ class WorkFolder:
         """
         dest = self.config.dest
         if dest.startswith("hf://"):
-            HubDestination(dest).make()
+            HubDestination(self._collection()).make()
         elif split_url(dest)[0] != "file":
             store = self._open_store(split_name(dest)[0] if suffix_of(dest) else dest)
             store.create(key := f"_probe-{secrets.token_hex(8)}", b"run: may DEST be written\n")

@@ -46,7 +46,9 @@ def compare(*runs: str, **options: Any) -> dict[str, Any]:
 def test_damaged_chunks_that_count_as_missing_are_told(runs, caplog):
     Path(runs[1], "outputs/part-00001.succeed").write_text("damaged")
     assert compare(*runs)["B"]["missing here only"] == 10
-    assert f"{runs[1]}: part-00001: outputs/part-00001.succeed: not a readable" in caplog.text
+    assert (
+        f"{runs[1]}: corrupt: part-00001: outputs/part-00001.succeed: not a readable" in caplog.text
+    )
 
 
 def test_runs_of_other_jobs_are_refused(runs, tmp_path):

@@ -82,7 +82,7 @@ def test_the_same_command_again_changes_nothing_and_another_is_refused(hub, run)
     hub.put(REPO, "main", {name: hub.files(REPO)[name] for name in (RECORD, CARD)})
     assert collect(run, where="_row < 2")["status"] == "SUCCESS", "somebody has deleted the data"
     assert len(published(hub)) == 2
-    assert b"condition" in hub.files(REPO)[CARD]
+    assert b'"where": "_row < 2"' in hub.files(REPO)[CARD]
     hub.put(REPO, "main", {RECORD: hub.files(REPO)[RECORD]})
     assert collect(run, where="_row < 2")["status"] == "SUCCESS"
     assert len(published(hub)) == 2
@@ -153,7 +153,7 @@ def test_a_lost_reply_to_the_commit_ends_it_and_the_same_command_finds_it_there(
 def test_a_card_is_replaced_unless_somebody_has_changed_it(hub, run):
     for size in (5, 2):
         collect(run, shard_rows=size, overwrite=True, where=f"_row < {size}")
-        assert f'    "condition": "_row < {size}"'.encode() in hub.files(REPO)[CARD]
+        assert f'    "where": "_row < {size}"'.encode() in hub.files(REPO)[CARD]
     hub.someone_commits(REPO, CARD, b"mine")
     for size in (5, 2):
         collect(run, shard_rows=size, overwrite=True)
