@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import hashlib
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import msgspec
 
@@ -26,10 +25,7 @@ _ROW_BYTES = 4 << 10
 """What each row of CSV and text counts in a batch besides its length."""
 _VALUE_BYTES = 64 << 20
 """Longest value of CSV: a quote that is not closed makes one value of the rest of the file."""
-_HEAD_BYTES = 1 << 16
-"""A first line that is longer, and begins as a JSON array does, is one."""
-_BOM, _GZIP = b"\xef\xbb\xbf", b"\x1f\x8b"
-_UNPACK = "gunzip FILE, or name it as SOURCE, with .gz at its end"
+_BOM = b"\xef\xbb\xbf"
 _SPACE = " \t\r\n"
 
 
@@ -54,12 +50,9 @@ def _sample_columns(lines: list[bytes], url: str) -> list[str]:
     if all(members is None for members in objects):
         is_array = lines[0].lstrip().startswith(b"[")
         what = "is a JSON array" if is_array else f"holds no JSON object in {len(objects)} lines"
-        how = f"jq -c {'.[]' if is_array else '.'!r} FILE > rows.jsonl"
-        if lines[0].startswith(_GZIP):
-            how = _UNPACK
         raise InputError(
             f"{url}: {what}, expected one object on each line, in UTF-8",
-            hint=f"convert it: {how}",
+            hint=f"convert it: jq -c {'.[]' if is_array else '.'!r} FILE > rows.jsonl",
         )
     return list(dict.fromkeys(name for members in objects for name in members or ()))
 
@@ -118,12 +111,9 @@ def batches(file: DataFile, wanted: Wanted) -> Iterator[list[bytes]]:
         if there.peek(len(_BOM)).startswith(_BOM):
             there.read(len(_BOM))
         if file.format == "jsonl":
-            head = there.peek(_HEAD_BYTES)
-            if len(head) >= _HEAD_BYTES and head.startswith(b"[") and b"\n" not in head:
-                _sample_columns([head], file.url)  # refuses it before all of it is in memory
             yield from iter(lambda: there.readlines(_BATCH_BYTES), [])
         else:
-            records = _records(file, wanted, _texts(there, file.url))
+            records = _records(file, wanted, map(bytes.decode, there))
             lines, size, encoder = list[bytes](), 0, msgspec.json.encode
             for record in records:
                 lines.append(line := encoder(record) + b"\n")
@@ -167,13 +157,3 @@ def _records(file: DataFile, wanted: Wanted, texts: Iterable[str]) -> Iterator[d
             f"{file.url}: is no CSV at line {reader.line_num} ({error}), perhaps a quote is open, or \\r ends lines",
             hint='close it, and write quotes within quoted values twice: ""; end lines in \\n',
         ) from error
-
-
-def _texts(there: Any, url: str) -> Iterator[str]:
-    for number, line in enumerate(there, 1):
-        try:
-            yield line.decode()
-        except UnicodeDecodeError as error:
-            if number == 1 and line.startswith(_GZIP):
-                raise InputError(f"{url}: is gzip", hint=f"unpack it: {_UNPACK}") from error
-            raise files.damaged(url, f"line {number} is not UTF-8: {error.reason}") from error

@@ -124,7 +124,7 @@ BAD: dict[str, tuple[bytes | None, str, str]] = {
     "g.csv": (b"n,m\r1,2\r", "or \\r ends lines", "end lines in"),
     "c.csv": (b"n,m\n1,2\n3\n", "line 3: 1 values, expected the header's 2", "--delimiter"),
     "d.csv": (b"n,n\n1,2\n", "column 'n' is there twice", "rename"),
-    "e.csv": (b"n\n\xe9\n", "line 2 is not UTF-8", "write the file again"),
+    "e.csv": (b"n\n\xe9\n", "'utf-8' codec can't decode", "write the file again"),
     "a.parquet": (b"PAR1 and no more", "a.parquet: wrong, corrupt or truncated", "again"),
     "a.jsonl.gz": (gzip.compress(b'{"n":1}\n' * 99)[:-9], "truncated", "again"),
     "x.parquet.zst": (zstandard.compress(b"PAR1"), "no file of a known format", "check the path"),
