@@ -8,20 +8,19 @@ import logging
 import os
 import posixpath
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from batchinfer.core import units
 from batchinfer.core.errors import (
     AccessDenied,
-    BatchinferError,
-    ConfigError,
     InputError,
     ObjectNotFound,
     StorageError,
 )
-from batchinfer.core.records import SourceFile
+from batchinfer.core.records import Record, SourceFile
 from batchinfer.storage.hub import hub_errors
 from batchinfer.storage.opening import (
     check_url,
@@ -30,6 +29,9 @@ from batchinfer.storage.opening import (
     open_store,
     split_url,
 )
+
+if TYPE_CHECKING:
+    import polars as pl
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +57,8 @@ class DataFile(SourceFile, frozen=True, kw_only=True):
     The first look counts its rows, and finds its digest and its columns, of JSON Lines those of the first rows.
     """
 
+    argument: str
+    """The SOURCE that led to it."""
     rows: int = 0
     digest: str = ""
     format: str
@@ -65,6 +69,40 @@ class DataFile(SourceFile, frozen=True, kw_only=True):
     def described(self) -> SourceFile:
         """The file as job.json describes it."""
         return SourceFile(url=self.url, bytes=self.bytes, rows=self.rows, digest=self.digest)
+
+
+class Wanted(Record, frozen=True, kw_only=True):
+    """What to take of each row."""
+
+    columns: list[str] | None = None
+    """Columns to keep, in this order; None for all."""
+    id_column: str = ""
+    """Column whose values become `_id`; empty for row numbers."""
+    delimiter: str = ""
+    """Character between the values of CSV; "" for a comma, or a tab in .tsv files."""
+
+
+class Block(NamedTuple):
+    """Some consecutive rows."""
+
+    num_rows: int
+    lines: bytes
+    """The rows, each with a newline at its end."""
+    ids: Sequence[bytes | None] | pl.Series = ()
+    """The rows' ids from a column, if one was chosen; None for a row without."""
+    num_broken: int = 0
+    """Number of rows that are no JSON object."""
+
+
+def refuse_columns(names: Iterable[str], where: str) -> None:
+    """Raise InputError if a column is there twice, or has a name that `split` gives to a column of its own."""
+    counts = Counter([*names, "_row", "_id"])
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise InputError(
+            f"{where}: column {twice[0]!r} is there twice, where _row and _id are split's own, expected unique names",
+            hint="answers of an earlier run? narrow the source; else rename the column in the source, or leave it out: "
+            "batchinfer split --columns A,B,…",
+        )
 
 
 # --------------------------------------------------------------------------- finding
@@ -88,58 +126,54 @@ def packing_of(url: str) -> str:
     return next((how for end, how in _PACKINGS.items() if url.lower().endswith(end)), "")
 
 
-def locate(argument: str) -> tuple[list[DataFile], str]:
+def locate(argument: str) -> list[DataFile]:
     """Find the files of one SOURCE argument: a file, a folder, a glob or a URL. They are sorted by their addresses.
 
     What is below a name with "." or "_" at its start is left out, unless SOURCE or a pattern's last part names it.
 
-    Returns:
-        The files, and the commit if the argument is a data set of the Hub, else "".
-
     Raises:
-        InputError: There is no file, none of a known format, files of several formats, or a link to nothing.
+        InputError: There is no file, none of a known format, or files of several formats.
         AccessDenied: Credentials are missing or refused.
         ConfigError: The URL cannot be used, or a package is missing.
     """
     check_url(argument)
     with reading(argument):
-        url, revision = _pinned(argument) if argument.startswith("hf://") else (argument, "")
+        url = _pinned(argument) if argument.startswith("hf://") else argument
         system, path = _filesystem(join_url(url, ""))
-        info = _info(system, path)
-        if info is None and not re.search(r"[*?\[]", path):
-            raise FileNotFoundError(path)
-        is_folder = info is not None and info["type"] == "directory"
-        if info is None:
+        # What a pattern's last part matches counts as named, but as in shells a dot only if it is typed.
+        named = "._" if posixpath.basename(path).startswith(".") else "_"
+        hiding = rf"/(?![{named}][^/]*$)[._]"
+        folders: list[str] = []
+        try:
+            listed = {path: system.info(path)}
+        except FileNotFoundError:
+            if not re.search(r"[*?\[]", path):
+                raise
             before, deep, _ = path.partition("**")
-            try:
-                listed = system.glob(path, detail=True)
-            except ValueError as error:
-                hint = "as in 'FOLDER/**/*.parquet'"
-                raise ConfigError(f"{argument}: {error}", hint=hint) from error
+            listed = system.glob(path, detail=True)
             folders = system.glob(before) if deep else []
         else:
-            listed = system.find(path, detail=True) if is_folder else {path: info}
-            folders = [path] if is_folder else []
+            if listed[path]["type"] == "directory":
+                listed, folders, hiding = system.find(path, detail=True), [path], "/[._]"
         for folder in folders if is_local(argument) else ():
             _look_into(folder)
         found, hidden = list[DataFile](), list[DataFile]()
-        # What a pattern's last part matches counts as named, but as in shells a dot only if it is typed.
-        named = "._" if posixpath.basename(path).startswith(".") else "_"
-        hiding = r"/[._]" if is_folder else rf"/(?![{named}][^/]*$)[._]"
-        for name, described in sorted(listed.items()):
-            start = os.path.commonpath([name, path])
-            # fsspec calls a link to a local file neither a file nor a folder, so local files are looked up.
-            info = _info(system, name) if is_local(argument) else described
-            is_hidden = re.search(hiding, name[len(start) :])
-            if info and info["type"] == "file":
+        for name in sorted(listed):
+            info = listed[name]
+            # A link to a local file counts as what it leads to. One to nothing cannot be opened.
+            with contextlib.suppress(FileNotFoundError):
+                info = system.info(name) if is_local(argument) else info
+            if info["type"] != "directory":
+                is_hidden = re.search(hiding, name[len(os.path.commonpath([name, path])) :])
                 (hidden if is_hidden else found).append(_data_file(name, info, argument))
-            elif not (info or is_hidden) and ending(name) in FORMATS and Path(name).is_symlink():
-                hint = "fetch the file, or remove the link"
-                raise InputError(f"{name}: is a link to nothing", hint=hint)
-    if left_out := [file.url for file in hidden if file.format]:
-        text = "%s: left out %s whose name or folder begins with . or _, %s first"
-        logger.info(text, argument, units.many(len(left_out), "file"), left_out[0])
-    return _of_one_format(argument, found), revision
+    known = [file for file in found if file.format]
+    chosen = [file for file in known if ending(file.url) not in _NOTES] or known
+    taken = {file.url for file in chosen}
+    if left_out := [file.url for file in found + hidden if file.url not in taken]:
+        what = units.many(len(left_out), "other or hidden file")
+        logger.info("%s: left out %s, %s first", argument, what, left_out[0])
+    _check_formats(argument, chosen)
+    return chosen
 
 
 def _look_into(folder: str) -> None:
@@ -159,31 +193,25 @@ def _look_into(folder: str) -> None:
                 logger.warning("left out %s, a link to a folder: to take it, name it, too", linked)
 
 
-def _info(system: Any, path: str) -> dict[str, Any] | None:
-    """Return fsspec's description of a file or folder; None if there is none."""
-    try:
-        return cast("dict[str, Any]", system.info(path))
-    except FileNotFoundError as error:
-        # fsspec raises it if the Hub cannot be reached or refuses, too. Its cause is the real error.
-        if isinstance(error.__cause__, FileNotFoundError | None):
-            return None
-        raise
-
-
 def _data_file(name: str, info: dict[str, Any], argument: str) -> DataFile:
     """Return a file, whose address is spelled as the argument that leads to it. `name` is fsspec's."""
     if not is_local(argument):
-        name = name if "://" in name else f"{split_url(argument)[0]}://{name}"
+        name = f"{split_url(argument)[0]}://{name}"
     elif not local_path(argument).is_absolute():
         name = os.path.relpath(name)
         name = f"./{name}" if name.startswith("~") else name
-    stamp = next((str(info[key]) for key in _STAMPS if info.get(key)), "")
     kind = FORMATS.get(ending(name), "")
-    return DataFile(url=name, format=kind, bytes=int(info.get("size") or 0), stamp=stamp)
+    return DataFile(
+        url=name,
+        argument=argument,
+        format="" if kind == "parquet" and packing_of(name) else kind,
+        bytes=int(info.get("size") or 0),
+        stamp=next((str(info[key]) for key in _STAMPS if info.get(key)), ""),
+    )
 
 
-def _pinned(url: str) -> tuple[str, str]:
-    """Return the URL of a data set of the Hub with its present commit as the revision, and the commit."""
+def _pinned(url: str) -> str:
+    """Return the URL of a data set of the Hub with its present commit as the revision."""
     from huggingface_hub import HfApi
 
     system, path = _filesystem(url)
@@ -193,36 +221,28 @@ def _pinned(url: str) -> tuple[str, str]:
             hint="download other files and pass their paths",
         )
     place = system.resolve_path(path)
-    commit: str = HfApi().dataset_info(place.repo_id, revision=place.revision).sha or ""
-    return f"hf://datasets/{place.repo_id}@{commit}/{place.path_in_repo}".rstrip("/"), commit
+    commit = HfApi().dataset_info(place.repo_id, revision=place.revision).sha
+    return f"hf://datasets/{place.repo_id}@{commit}/{place.path_in_repo}".rstrip("/")
 
 
-def _of_one_format(argument: str, found: list[DataFile]) -> list[DataFile]:
-    """Return the files that hold the data."""
-    known = [file for file in found if file.format]
-    chosen = [file for file in known if ending(file.url) not in _NOTES] or known
-    if not chosen:
-        what = f"{units.many(len(found), 'file')}, none of a known format" if found else "no file"
+def _check_formats(argument: str, found: list[DataFile]) -> None:
+    """Raise InputError unless there are files, of one format, with names that job.json can hold."""
+    first = {file.format: file.url for file in reversed(found)}
+    if not first:
         hint = "a data set that a script makes: name the Hub's copy, …@refs/convert/parquet/default"
         raise InputError(
-            f"{argument}: holds {what}, expected {_EXPECTED}",
+            f"{argument}: holds no file of a known format, expected {_EXPECTED}",
             hint=hint if argument.startswith("hf://") else "check the path",
         )
-    first = {file.format: file.url for file in reversed(chosen)}
     if len(first) > 1:
         shown = " and ".join(f"{kind} ({url})" for kind, url in sorted(first.items()))
         raise InputError(
             f"{argument}: holds files of several formats, {shown}, expected one",
             hint="name the files of one, as in 'FOLDER/**/*.parquet', or a source for each format",
         )
-    for file in chosen:
+    for file in found:
         if file.url.encode(errors="ignore").decode() != file.url:
             raise InputError(f"{file.url!r}: has a name that is not UTF-8", hint="rename the file")
-    places = {file.url for file in chosen}
-    if left_out := [file.url for file in found if file.url not in places]:
-        what = units.many(len(left_out), "other file")
-        logger.info("%s: left out %s, %s first", argument, what, left_out[0])
-    return chosen
 
 
 def changed(url: str) -> InputError:
@@ -236,8 +256,8 @@ def changed(url: str) -> InputError:
 def damaged(url: str, what: str) -> InputError:
     """Return the error for a file that is damaged or cut short. `what` is the message of the reader that failed."""
     return InputError(
-        f"{url}: corrupt or truncated ({what.strip().partition(chr(10))[0] or 'ends early'})",
-        hint="fetch or write the file again, then run the same command",
+        f"{url}: wrong, corrupt or truncated ({what.strip().partition(chr(10))[0] or 'ends early'})",
+        hint="check the name, or fetch or write the file again, then run the same command",
     )
 
 
@@ -287,37 +307,17 @@ def _filesystem(url: str) -> tuple[Any, str]:
 @contextlib.contextmanager
 def reading(url: str) -> Iterator[None]:
     """Turn errors of filesystems, of the network and of damaged files into ours, with messages that name `url`."""
-    is_hub = url.startswith("hf://")
-    way_round = (
-        "where there is a network, `hf download --repo-type dataset ORG/NAME --local-dir data`"
-    )
     try:
-        with hub_errors(url, otherwise=way_round) if is_hub else contextlib.nullcontext():
+        with hub_errors(url) if url.startswith("hf://") else contextlib.nullcontext():
             yield
-    except ObjectNotFound as error:
-        raise InputError(f"{url}: no such file", hint="check the spelling") from error
-    except Exception as error:
-        if translated := _translated(url, error):
-            raise translated from error
-        raise
-
-
-def _translated(url: str, error: Exception) -> BatchinferError | None:
-    """Return our error for one of a filesystem or a parser; None for any other."""
-    package = type(error).__module__.partition(".")[0]
-    if package == "pyarrow" or isinstance(error, UnicodeDecodeError):  # of names of columns
-        return damaged(url, str(error))
-    if isinstance(error, PermissionError):
-        return AccessDenied(f"{url}: access refused ({error})", hint="check the file's permissions")
-    if isinstance(error, FileNotFoundError | NotADirectoryError):
-        hint = "check the spelling"
-        if re.fullmatch(r"[\w-]+/[\w-]+", url):
-            hint += f"; a data set of the Hub is hf://datasets/{url}"
-        return InputError(f"{url}: no such file, folder or bucket", hint=hint)
-    if isinstance(error, io.UnsupportedOperation) and packing_of(url):  # of parquet, to seek
-        hint = f"unpack it: {'gunzip' if packing_of(url) == 'gzip' else 'zstd -d'} FILE"
-        return InputError(f"{url}: can only be read unpacked", hint=hint)
-    if isinstance(error, OSError):
+    except (FileNotFoundError, NotADirectoryError, ObjectNotFound) as error:
+        hint = "check the spelling; a data set of the Hub is hf://datasets/ORG/NAME"
+        raise InputError(f"{url}: no such file, folder or bucket", hint=hint) from error
+    except PermissionError as error:
+        hint = "check the file's permissions"
+        raise AccessDenied(f"{url}: access refused ({error})", hint=hint) from error
+    except OSError as error:
         hint = "check the disk or the network, then run the same command again"
-        return StorageError(f"{url}: cannot be read ({error})", hint=hint)
-    return None
+        raise StorageError(f"{url}: cannot be read ({error})", hint=hint) from error
+    except (ValueError, NotImplementedError) as error:  # of parsers, pyarrow's too, and of patterns
+        raise damaged(url, str(error)) from error

@@ -17,8 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinfer.core.errors import InputError
-from batchinfer.split.files import DataFile, changed, opened
-from batchinfer.split.rows import Block, Wanted
+from batchinfer.split.files import Block, DataFile, Wanted, changed, opened
 
 _BATCH_BYTES = 4 << 20
 _BATCH_ROWS = 16_384
@@ -43,41 +42,49 @@ def read_footer(file: BinaryIO) -> tuple[pq.FileMetaData, str]:
     return pq.read_metadata(file), digest
 
 
-def read_rows(file: DataFile, wanted: Wanted, row: int) -> Iterator[Block]:
+def batches(file: DataFile, wanted: Wanted) -> Iterator[pl.DataFrame]:
     """Yield the rows of a parquet file. Memory holds at most the columns that are needed of one row group."""
-    names = file.columns if wanted.columns is None else wanted.columns
-    needed = list(dict.fromkeys([*names, *filter(None, [wanted.id_column])]))
-    with opened(file.url) as there, pq.ParquetFile(there, pre_buffer=False) as parquet:
-        if parquet.schema_arrow.names != file.columns:
+    needed = _needed(file, wanted)
+    with opened(file.url) as there:
+        metadata, digest = read_footer(there)
+        if digest != file.digest:
             raise changed(file.url)
-        groups = map(parquet.metadata.row_group, range(parquet.num_row_groups))
-        row_bytes = sum(group.total_byte_size for group in groups) / file.rows
-        at_once = max(1, min(_BATCH_ROWS, int(_BATCH_BYTES / (row_bytes or 1))))
+        parquet = pq.ParquetFile(there, metadata=metadata, pre_buffer=False)
+        groups = range(parquet.num_row_groups)
+        num_bytes = sum(metadata.row_group(group).total_byte_size for group in groups)
+        at_once = max(1, min(_BATCH_ROWS, _BATCH_BYTES * file.rows // max(1, num_bytes)))
         # pyarrow cannot make one batch of several row groups where lists or structs hold dictionaries.
-        batches = (
-            batch
-            for group in range(parquet.num_row_groups)
-            for batch in parquet.iter_batches(at_once, [group], columns=needed)
-        )
-        for batch in batches:
-            # A name with a dot may bring other columns along, which `select` leaves out.
-            frame = plain_frame(pa.Table.from_batches([batch.select(needed)]), file.url)
-            where = f"{file.url}: rows {row} to {row + frame.height - 1}"
-            number = pl.int_range(row, row + frame.height, dtype=pl.Int64)
-            own, ids = number.cast(pl.String), pl.Series(dtype=pl.Binary)
-            if wanted.id_column:
-                column = frame.to_series(needed.index(wanted.id_column))
-                if column.dtype.is_temporal() or column.dtype.is_nested():
-                    # A cast would give other texts than the rows have.
-                    lines = encoded(column.alias("").to_frame(), where).splitlines()
-                    texts = (line[len('{"":') : -1].decode(errors="replace") for line in lines)
-                    column = pl.Series([None if one == "null" else one.strip('"') for one in texts])
-                own = pl.coalesce(pl.lit(column.cast(pl.String)), own)
-                ids = column.cast(pl.String).cast(pl.Binary)
-            kept = [pl.col(str(i)).alias(name) for i, name in enumerate(names)]
-            found = encoded(frame.select(*kept, number.alias("_row"), own.alias("_id")), where)
-            yield Block(frame.height, found, ids)
-            row += frame.height
+        for group in groups:
+            for batch in parquet.iter_batches(at_once, [group], columns=needed):
+                # A name with a dot may bring other columns along, which `select` leaves out.
+                yield plain_frame(pa.Table.from_batches([batch.select(needed)]), file.url)
+
+
+def encode(frame: pl.DataFrame, file: DataFile, wanted: Wanted, row: int, _first: int) -> Block:
+    """Return rows as lines. `row` is the number of the first of them."""
+    needed = _needed(file, wanted)
+    where = f"{file.url}: rows {row} to {row + frame.height - 1}"
+    number = pl.int_range(row, row + frame.height, dtype=pl.Int64)
+    own, ids = number.cast(pl.String), pl.Series(dtype=pl.Binary)
+    if wanted.id_column:
+        column = frame.to_series(needed.index(wanted.id_column))
+        if column.dtype.is_temporal() or column.dtype.is_nested():
+            # A cast would give other texts than the rows have.
+            lines = encoded(column.alias("").to_frame(), where).splitlines()
+            texts = (line[len('{"":') : -1].decode(errors="replace") for line in lines)
+            column = pl.Series([None if one == "null" else one.strip('"') for one in texts])
+        own = pl.coalesce(pl.lit(column.cast(pl.String)), own)
+        ids = column.cast(pl.String).cast(pl.Binary)
+    names = file.columns if wanted.columns is None else wanted.columns
+    kept = [pl.col(str(i)).alias(name) for i, name in enumerate(names)]
+    rows = frame.select(*kept, number.alias("_row"), own.alias("_id"))
+    return Block(frame.height, encoded(rows, where), ids)
+
+
+def _needed(file: DataFile, wanted: Wanted) -> list[str]:
+    """Return the columns to read, those of the rows first."""
+    names = file.columns if wanted.columns is None else wanted.columns
+    return list(dict.fromkeys([*names, *filter(None, [wanted.id_column])]))
 
 
 def plain_frame(table: pa.Table, where: str) -> pl.DataFrame:

@@ -5,27 +5,24 @@ The first look reads only the footers of parquet, but all of the other formats. 
 
 from __future__ import annotations
 
-import contextlib
+import bisect
 import itertools
 import logging
-import posixpath
+import os
+import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 from types import ModuleType
 
 import msgspec
 
-from batchinfer.core import layout
-from batchinfer.core.errors import InputError, ObjectNotFound, near
-from batchinfer.core.json_text import raw_members
-from batchinfer.core.records import FORMAT_VERSION, Chunk, Job, Record, Source, SourceFile
-from batchinfer.ledger.chunk_files import fetch
-from batchinfer.ledger.jobs import ChunkRef, OpenStore, is_absolute, split_name
+from batchinfer.core.errors import InputError, near
+from batchinfer.core.records import FORMAT_VERSION, Job, Record, Source
+from batchinfer.ledger.jobs import is_absolute, split_name
 from batchinfer.split import files, text_lines
-from batchinfer.split.files import DataFile
-from batchinfer.split.rows import Block, Wanted, refuse_columns
-from batchinfer.storage.opening import is_inside, join_url
-from batchinfer.storage.scratch import Scratch
+from batchinfer.split.files import Block, DataFile, Wanted, refuse_columns
+from batchinfer.storage.opening import is_inside, join_url, local_path, open_store
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +33,6 @@ class Sources(Record, frozen=True, kw_only=True):
     """Sources whose rows have been counted. The job numbers their rows from `first_row`, over all files in order."""
 
     arguments: list[str]
-    sources: list[Source]
-    """As job.json describes them."""
     files: list[DataFile]
     """The files that have rows."""
     wanted: Wanted
@@ -49,70 +44,65 @@ class Sources(Record, frozen=True, kw_only=True):
     def without(self, job: Job) -> Sources:
         """Return the sources without the files that a job has, numbered after its rows."""
         known = {file.content for file in job.files}
-        left = []
-        for source in self.sources:
-            new = [file for file in source.files if file.content not in known]
-            left += [msgspec.structs.replace(source, files=new)] if new else []
-        new_files = [file for file in self.files if file.content not in known]
-        rows = sum(file.rows for file in new_files)
-        return msgspec.structs.replace(
-            self, sources=left, files=new_files, rows=rows, first_row=job.rows
-        )
+        new = [file for file in self.files if file.content not in known]
+        rows = sum(file.rows for file in new)
+        return msgspec.structs.replace(self, files=new, rows=rows, first_row=job.rows)
 
     def extend(self, job: Job) -> bool:
         """Whether these sources hold every file of the job, and at least one more."""
         num_new = len(self.without(job).files)
-        num_files = sum(file.rows > 0 for file in job.files)
-        return job.limit is None and num_new > 0 and len(self.files) - num_new >= num_files
+        return job.limit is None and num_new > 0 and len(self.files) - num_new >= len(job.files)
 
-    def blocks(self) -> Iterator[Block]:
-        """Yield the rows of all files in order, encoded with `_row` and `_id`; with a limit, no more than it allows.
+    def blocks(self, bounds: Sequence[int] = ()) -> Iterator[Block]:
+        """Yield the rows of all files in order, encoded with `_row` and `_id`. No block goes across a bound.
+
+        Args:
+            bounds: Numbers of rows, counted from the first of these, in rising order.
 
         Raises:
             InputError: A file is damaged, has changed since it was counted, or holds a value without a form in JSON.
         """
-        row = self.first_row
-        end = row + self.rows
+        row, ends = 0, [*bounds, self.rows]
         for file in self.files:
-            last = row + file.rows
-            for block in _reader_of(file).read_rows(file, self.wanted, row):
-                row += block.num_rows
-                if row > last:
-                    break
-                if row > end:
-                    yield block.first(block.num_rows - (row - end))
-                    return
-                yield block
-            if row != last:
+            first, reader = row, _reader_of(file)
+            for batch in reader.batches(file, self.wanted):
+                left = batch
+                while len(left):
+                    if row == self.rows:
+                        return
+                    count = min(len(left), ends[bisect.bisect(ends, row)] - row)
+                    place = (self.first_row + each for each in (row, first))
+                    yield reader.encode(left[:count], file, self.wanted, *place)
+                    row, left = row + count, left[count:]
+            if row != first + file.rows:
                 raise files.changed(file.url)
 
     def head(self, index: int, count: int) -> tuple[int, list[bytes]]:
         """Return the number of the first row of one of the files, and its first rows as lines."""
-        file, first = self.files[index], sum(file.rows for file in self.files[:index])
-        block = next(_reader_of(file).read_rows(file, self.wanted, first))
-        most = min(count, block.num_rows, self.rows - first)
-        return first, block.lines.split(b"\n", most)[:most]
+        first = sum(file.rows for file in self.files[:index])
+        rows = min(count, self.files[index].rows, self.rows - first)
+        only = msgspec.structs.replace(self, files=[self.files[index]], rows=rows, first_row=first)
+        return first, b"".join(block.lines for block in only.blocks()).split(b"\n")[:-1]
 
     def check_unchanged(self) -> None:
         """Raise InputError if a file has changed since it was counted. Those of a commit on the Hub cannot."""
-        found = (files.locate(each)[0] for each in self.arguments if not each.startswith("hf://"))
+        found = (files.locate(each) for each in self.arguments if not each.startswith("hf://"))
         there = {(file.url, file.bytes, file.stamp) for located in found for file in located}
         for file in self.files:
-            is_pinned = file.url.startswith("hf://")
-            if not is_pinned and (file.url, file.bytes, file.stamp) not in there:
+            is_there = (file.url, file.bytes, file.stamp) in there
+            if not is_there and not file.url.startswith("hf://"):
                 raise files.changed(file.url)
 
     def check_apart(self, output: str) -> None:
         """Raise InputError if the output is a source, lies inside one, or has one inside."""
-        inside = [each for each in self.arguments if is_inside(output, each)]
         for place in [*self.arguments, *(file.url for file in self.files)]:
-            if place in inside or is_inside(place, output):
+            if is_inside(place, output) or is_inside(output, place):
                 raise InputError(
                     f"{output}: is not apart from the source {place}",
                     hint="name another --output, or narrow the source: FOLDER/*.parquet",
                 )
 
-    def require(self, option: str, names: Sequence[str], *, in_each: bool = True) -> None:
+    def require(self, option: str, names: Iterable[str], *, in_each: bool = True) -> None:
         """Raise InputError if a file lacks a column that an option needs; unless `in_each`, if all files lack it.
 
         ``*``, empty names and the columns that `split` adds are not checked.
@@ -122,20 +112,13 @@ class Sources(Record, frozen=True, kw_only=True):
 
     def require_column(self, option: str, name: str, *, in_each: bool = True) -> None:
         """Raise InputError if a file lacks a column. One row of JSON Lines is enough."""
-        lacking = [
-            file
-            for file in self.files
-            if name not in file.columns
-            and not (file.format == "jsonl" and text_lines.has_column(file.url, name))
-        ]
+        lacking = [file for file in self.files if not _has_column(file, name)]
         if lacking and (in_each or len(lacking) == len(self.files)):
             known = lacking[0].columns
             shown = f"{', '.join(known[:30])}{near(name, known)}"
-            is_elsewhere = len(lacking) < len(self.files) or option == "the job"
-            hint = "other files have it: rename the column, or leave this file out"
             raise InputError(
                 f"{lacking[0].url}: has no column {name!r} (from {option}), expected one of: {shown}",
-                hint=hint if is_elsewhere else "name one of these columns",
+                hint="name a column that all files have, rename it there, or leave this file out",
             )
 
     def check_columns(self) -> None:
@@ -145,33 +128,46 @@ class Sources(Record, frozen=True, kw_only=True):
             InputError: A column that is kept has a name of `split`'s own columns, or is there twice; or a table lacks a
                 column that was chosen, or no row of JSON Lines has it.
         """
-        columns = self.wanted.columns
+        chosen = self.wanted.columns
         for file in self.files:
-            names = [name for name in file.columns if columns is None or name in columns]
-            refuse_columns(names, file.url)
-        if columns is not None:
-            refuse_columns(columns, "--columns")
-            for name in columns:
-                self.require_column("--columns", name)
-            return
-        tables = [file for file in self.files if file.format in ("parquet", "csv")]
-        for file in tables:
-            if missing := set(tables[0].columns).symmetric_difference(file.columns):
-                text = "column %r: in some files only, as %s and %s differ; --columns leaves it out"
-                logger.warning(text, min(missing), tables[0].url, file.url)
-                break
+            refuse_columns([n for n in file.columns if chosen is None or n in chosen], file.url)
+        refuse_columns(chosen or (), "--columns")
+        for name in chosen or ():
+            self.require_column("--columns", name)
+        tables = [file.columns for file in self.files if file.format != "jsonl"]
+        counts = Counter(name for names in tables for name in names)
+        in_some = [name for name, count in counts.items() if count < len(tables)]
+        if chosen is None and in_some:
+            logger.warning("column %r: in some files only; --columns leaves it out", in_some[0])
 
     def as_job(self) -> Job:
         """Return what job.json says of these sources, without chunks."""
+        sources = []
+        for argument, group in itertools.groupby(self.files, attrgetter("argument")):
+            found = list(group)
+            pinned = re.match("hf://[^@]+@([^/]+)", found[0].url)
+            sources.append(
+                Source(
+                    url=argument,
+                    format=found[0].format,
+                    files=[file.described for file in found],
+                    revision=pinned[1] if pinned else "",
+                )
+            )
         return Job(
             format_version=FORMAT_VERSION,
-            sources=self.sources,
+            sources=sources,
             columns=self.columns,
             rows=self.rows,
             chunks=[],
             num_workers=1,
             id_column=self.wanted.id_column,
         )
+
+
+def _has_column(file: DataFile, name: str) -> bool:
+    is_late = file.format == "jsonl" and name not in file.columns
+    return text_lines.has_column(file.url, name) if is_late else name in file.columns
 
 
 def _reader_of(file: DataFile) -> ModuleType:
@@ -190,7 +186,6 @@ def count_sources(
     id_column: str = "",
     limit: int | None = None,
     delimiter: str = "",
-    asked_by: str = "--id-column",
 ) -> Sources:
     """Find and count every SOURCE argument. Read-only.
 
@@ -200,7 +195,6 @@ def count_sources(
         id_column: Column whose values become `_id`; "_row" for row numbers, "" to choose.
         limit: Largest number of rows to take. Files that lie wholly beyond it are not counted.
         delimiter: Character between the values of CSV; "" for a comma, or a tab in .tsv files.
-        asked_by: What asks for `id_column`, for the error where a file lacks it.
 
     Raises:
         InputError: A source has no file or files of several formats, a file is damaged, lacks a column or is named
@@ -208,26 +202,19 @@ def count_sources(
         ConfigError: A source's URL cannot be used.
         AccessDenied: Credentials are missing or refused.
     """
-    sources: list[Source] = []
     counted: list[DataFile] = []
     wanted = Wanted(columns=columns, delimiter=delimiter)
     rows = 0
-    located = [files.locate(argument) for argument in arguments]
-    urls = Counter(file.url for found, _ in located for file in found)
+    located = [file for argument in arguments for file in files.locate(argument)]
+    urls = Counter(file.url for file in located)
     if urls.total() > len(urls):
         hint = "name it once; to have its rows twice, copy it"
-        raise InputError(f"{urls.most_common(1)[0][0]}: two SOURCE arguments name it", hint=hint)
-    for argument, (found, revision) in zip(arguments, located, strict=True):
-        new = []
-        for file in found:
-            if limit is None or rows < limit:
-                new.append(_reader_of(file).count_rows(file, wanted))
-                rows += new[-1].rows
-        described = [file.described for file in new]
-        sources.append(
-            Source(url=argument, format=found[0].format, files=described, revision=revision)
-        )
-        counted += [file for file in new if file.rows]
+        raise InputError(f"{urls.most_common(1)[0][0]}: is named twice", hint=hint)
+    for file in located:
+        if limit is None or rows < limit:
+            found = _reader_of(file).count_rows(file, wanted)
+            rows += found.rows
+            counted += [found] if found.rows else []
     if not rows:
         raise InputError(
             f"{', '.join(arguments)}: holds no rows, expected at least one", hint="check the path"
@@ -236,7 +223,6 @@ def count_sources(
     id_column = "" if id_column == "_row" else id_column or _usual_id(counted)
     counts = Sources(
         arguments=list(arguments),
-        sources=sources,
         files=counted,
         wanted=msgspec.structs.replace(wanted, id_column=id_column),
         columns=known if columns is None else columns,
@@ -244,7 +230,7 @@ def count_sources(
     )
     counts.check_columns()
     if id_column:
-        counts.require_column(asked_by, id_column)
+        counts.require_column("--id-column", id_column)
     return counts
 
 
@@ -264,71 +250,30 @@ def _usual_id(found: list[DataFile]) -> str:
 # --------------------------------------------------------------------------- by reference
 
 
-def reference_job(url: str, open_store: OpenStore) -> Job:
-    """Return the job whose chunks are the files of a list (`split --by-reference`), which are read once, not copied.
+def count_listed(url: str) -> Sources:
+    """Find and count the files of JSON Lines that a list names (`split --by-reference`). Read-only.
 
     Args:
-        url: Path or URL of the list: a path or URL a line of JSON Lines, relative to the list's folder.
-        open_store: Opens the stores of the list and of the files.
+        url: Path or URL of the list: a path or URL a line, relative to the list's folder.
 
     Raises:
-        InputError: A file is missing, empty or no JSON Lines.
+        InputError: A file is missing, is named twice or is no JSON Lines, or there is none.
     """
-    folder, name = split_name(url)
-    store = open_store(folder)
-    try:
-        listed = store.get(name).data.decode()
-    except ObjectNotFound as error:
-        raise InputError(f"{url}: no such file", hint="check the spelling") from error
-    except UnicodeDecodeError as error:
-        what = "is no text in UTF-8, expected a path or URL on each line"
-        raise InputError(f"{url}: {what}", hint="name files of rows as SOURCE") from error
-    places = list(filter(None, map(str.strip, listed.split("\n"))))
-    chunks: list[Chunk] = []
-    seen = set[str]()
-    described: list[SourceFile] = []
-    columns: dict[str, None] = {}
-    row = num_broken = 0
-    with contextlib.closing(Scratch()) as scratch:
-        for place in places:
-            full = place if is_absolute(place) else join_url(store.url, place)
-            if files.is_local(full):  # no key may have a ".."
-                scheme, separator, path = full.rpartition("://")
-                full = scheme + separator + posixpath.normpath(path)
-            if full in seen:
-                raise InputError(f"{url}: names {full} twice", hint="name it once, or a copy of it")
-            seen.add(full)
-            root, key = split_name(full)
-            name = layout.chunk_name(len(chunks), len(places))
-            try:
-                local = fetch(open_store(root), ChunkRef(name, root, key), scratch)
-            except InputError as error:  # its hint is about what `split` has written
-                error.hint = f"see to the file, or to its line in {url}, from whose folder relative paths count"
-                raise
-            with local.path.open("rb") as file:
-                head = list(itertools.islice(file, text_lines.SAMPLE_LINES))
-                if not head:
-                    raise InputError(f"{full}: holds no rows", hint="leave it out of the list")
-                columns.update(dict.fromkeys(text_lines.sample_columns(head, full)))
-                num_broken += sum(raw_members(line) is None for line in itertools.chain(head, file))
-            local.path.unlink()
-            sizes = {"rows": local.num_lines, "bytes": local.stored_bytes or 0}
-            chunks.append(Chunk(name=name, first_row=row, sha256=local.sha256, file=full, **sizes))
-            described.append(SourceFile(url=full, digest=local.sha256, **sizes))
-            row += local.num_lines
-    if not chunks:
+    with files.opened(url) as there:
+        lines = there.read().decode().split("\n")
+    folder = open_store(split_name(url)[0]).url
+    places = []
+    for name in filter(None, map(str.strip, lines)):
+        place = name if is_absolute(name) else join_url(folder, name)
+        if files.is_local(place):  # no key may have a ".."
+            place = os.path.normpath(local_path(place))
+        places.append(place)
+    if not places:
         raise InputError(f"{url}: names no file", hint="write a path or URL a line into it")
-    return Job(
-        format_version=FORMAT_VERSION,
-        sources=[Source(url=url, format="jsonl", files=described)],
-        columns=list(columns),
-        rows=row,
-        chunks=chunks,
-        num_workers=1,
-        broken_lines=num_broken,
-    )
-
-
-def references(job: Job) -> list[str]:
-    """Return the paths and URLs of those chunks of a job that were not copied."""
-    return [chunk.file for chunk in job.chunks if chunk.file and is_absolute(chunk.file)]
+    counted = count_sources(places, id_column="_row")
+    for file in counted.files:
+        if file.format != "jsonl" or files.packing_of(file.url) == "gzip":
+            what = "cannot be a chunk, expected .jsonl or .jsonl.zst"
+            raise InputError(f"{file.url}: {what}", hint="name files of rows as SOURCE")
+    listed = [msgspec.structs.replace(file, argument=url) for file in counted.files]
+    return msgspec.structs.replace(counted, files=listed)

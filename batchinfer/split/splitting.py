@@ -7,6 +7,8 @@ that was killed can simply be run again.
 from __future__ import annotations
 
 import logging
+import os
+import re
 import time
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -16,14 +18,15 @@ import msgspec
 
 from batchinfer.cli.config_commands import config_command
 from batchinfer.core import layout, units
-from batchinfer.core.errors import ConfigError, InputError
+from batchinfer.core.errors import ConfigError, InputError, ObjectNotFound
 from batchinfer.core.option_help import FIRST, NO_OPTION, Count, Opt
 from batchinfer.core.records import Job, Record
-from batchinfer.ledger.jobs import load_job
+from batchinfer.ledger.jobs import decode_job, identity, is_absolute
 from batchinfer.split import writer
-from batchinfer.split.sources import Sources, count_sources, reference_job, references
+from batchinfer.split.files import is_local
+from batchinfer.split.sources import Sources, count_listed, count_sources
 from batchinfer.storage import Store
-from batchinfer.storage.opening import is_inside, join_url, open_store
+from batchinfer.storage.opening import local_path, open_store
 
 logger = logging.getLogger(__name__)
 
@@ -84,20 +87,25 @@ def run_split(
     """
     started = time.monotonic()
     _check_options(config)
-    existing = _existing(config, store)
-    if config.append:
-        if existing is None:
-            raise InputError(
-                f"{config.output}: no job.json there, expected a job to append to",
-                hint="make the job first, without --append",
-            )
-        counted = _count(config, existing.id_column or "_row")
-    elif not config.by_reference:
-        counted = counted or _count(config, config.id_column)
-    if counted is not None:
-        counted.check_apart(config.output)
-    job = _make(config, existing, store, counted)
-    rows, chunks = (existing.rows, len(existing.chunks)) if existing else (0, 0)
+    there, etag = _existing(config, store)
+    if config.append and there is None:
+        raise InputError(
+            f"{config.output}: no job.json there, expected a job to append to",
+            hint="make the job first, without --append",
+        )
+    if config.by_reference:
+        counted = count_listed(config.by_reference)
+    elif counted is None:
+        counted = count_sources(
+            config.sources,
+            columns=config.columns,
+            id_column=there.id_column or "_row" if config.append and there else config.id_column,
+            limit=config.limit,
+            delimiter=config.delimiter,
+        )
+    counted.check_apart(config.output)
+    job = _make(config, there, etag, store, counted)
+    rows, chunks = (there.rows, len(there.chunks)) if there else (0, 0)
     is_new = job.rows > rows
     if not is_new:
         logger.info("%s: holds these rows already, nothing changed", config.output)
@@ -125,12 +133,16 @@ def run_split(
     }
 
 
-def _existing(config: SplitConfig, store: Store) -> Job | None:
-    """Return the job that is there; None if there is none, or --overwrite replaces it."""
+def _existing(config: SplitConfig, store: Store) -> tuple[Job | None, str]:
+    """Return the job that is there and its etag; None if there is none, or --overwrite replaces it."""
     if config.overwrite:
-        return None
-    found = load_job(store.url, lambda _url: store, hint="" if config.append else _ANEW)
-    return found[0] if found else None
+        return None, ""
+    try:
+        data, etag = store.get(layout.JOB_KEY)
+    except ObjectNotFound:
+        return None, ""
+    job = decode_job(data, store.url, hint="" if config.append else _ANEW)
+    return msgspec.structs.replace(job, first_sha256=identity(job, data)), etag
 
 
 def _check_options(config: SplitConfig) -> None:
@@ -155,64 +167,52 @@ def _check_options(config: SplitConfig) -> None:
                 raise ConfigError(f"{this}: not together with {other}", hint=f"leave {this} out")
 
 
-def _count(config: SplitConfig, id_column: str) -> Sources:
-    return count_sources(
-        config.sources,
-        columns=config.columns,
-        id_column=id_column,
-        limit=config.limit,
-        delimiter=config.delimiter,
-        asked_by="the job" if config.append else "--id-column",
-    )
-
-
-def _make(config: SplitConfig, existing: Job | None, store: Store, counted: Sources | None) -> Job:
-    """Make the job, or append to it, unless it is there already."""
-    if counted is not None and config.append:
-        return writer.append(store, counted, num_chunks=config.num_chunks)
-    wanted = msgspec.structs.replace(
-        counted.as_job() if counted else _referred(config),
+def _make(config: SplitConfig, there: Job | None, etag: str, store: Store, counted: Sources) -> Job:
+    """Make the job, or append to the one that is there, unless that holds all rows already."""
+    new = counted.without(there) if there and config.append else counted
+    job = msgspec.structs.replace(
+        new.as_job(),
         num_workers=config.num_workers,
         limit=config.limit,
         compression=config.compression,
     )
-    if existing is not None:
-        _check_same(config, existing, wanted)
-        if existing.generation:
-            writer.write_manifests(store, existing)  # an append may have been killed before
-        return existing
-    bounds: list[int] = []
-    if counted is not None:
-        num_bytes = sum(file.bytes for file in counted.files)
-        usual = writer.usual_num_chunks(counted.rows, num_bytes, config.num_workers)
-        bounds = writer.even_bounds(counted.rows, config.num_chunks or usual)
-        bounds = sorted({*bounds, config.border})
-    num_chunks = len(wanted.chunks) or len(bounds) - 1
-    if config.num_workers > num_chunks:
-        raise ConfigError(
-            f"--num-workers {config.num_workers}: more than the {units.many(num_chunks, 'chunk')}",
-            hint=f"use --num-workers {num_chunks} or fewer, or make smaller chunks",
+    if there and config.append:
+        _check_fits(store.url, there, new)
+        text = "%s of new files: to be appended to the %d that are there"
+        logger.info(text, units.many(new.rows, "row"), there.rows)
+        job = msgspec.structs.replace(
+            there,
+            sources=[*there.sources, *job.sources],
+            rows=there.rows + new.rows,
+            generation=there.generation + 1,
         )
-    _refuse_runs(store, config.output)
+    elif there:
+        _check_same(config, there, job)
+    if there and not (config.append and new.rows):
+        if there.generation:
+            writer.write_manifests(store, there)  # an append may have been killed before
+        return there
+    bounds: list[int] = []
+    if not config.by_reference:
+        num_bytes = sum(file.bytes for file in new.files)
+        usual = writer.usual_num_chunks(new.rows, num_bytes, job.num_workers)
+        _check_most("--num-chunks", config.num_chunks or usual, new.rows, "row")
+        bounds = sorted({*writer.even_bounds(new.rows, config.num_chunks or usual), config.border})
+    _check_most("--num-workers", config.num_workers, len(bounds[1:]) or len(new.files), "chunk")
+    if not there:
+        _refuse_runs(store, config.output)
     if config.overwrite:
         store.delete([layout.JOB_KEY])
-    if counted is not None:
-        wanted = writer.write_chunks(store, wanted, counted, bounds)
-    writer.complete_job(store, wanted)
-    return wanted
-
-
-def _referred(config: SplitConfig) -> Job:
-    """Return the job by reference, none of whose files lies where `split` puts its own."""
-    job = reference_job(config.by_reference, open_store)
-    own = [join_url(config.output, folder) for folder in (layout.CHUNKS, layout.MANIFESTS)]
-    for place in [config.by_reference, *references(job)]:
-        if any(is_inside(place, folder) for folder in own):
-            raise InputError(
-                f"{config.output}: is not apart from {place}, which a job there would replace",
-                hint="name another --output, or move the file",
-            )
+    referred = config.by_reference
+    job = writer.refer_to(job, new) if referred else writer.write_chunks(store, job, new, bounds)
+    writer.complete_job(store, job, etag)
     return job
+
+
+def _check_most(option: str, number: int, most: int, what: str) -> None:
+    if number > most:
+        hint = f"use {option} {most} or fewer"
+        raise ConfigError(f"{option} {number}: more than the {units.many(most, what)}", hint=hint)
 
 
 def _check_same(config: SplitConfig, existing: Job, wanted: Job) -> None:
@@ -233,13 +233,48 @@ def _check_same(config: SplitConfig, existing: Job, wanted: Job) -> None:
         pairs["chunks"] = len(existing.chunks), config.num_chunks
     different = [f"{name} ({a} there, {b} here)" for name, (a, b) in pairs.items() if a != b]
     different += [] if is_same else ["the sources' files"]
-    if references(existing) != references(wanted):
+    urls, known = ([file.url for file in job.files] for job in (wanted, existing))
+    if config.by_reference and urls != known:
         different.append("the places of files by reference")
     if different:
         raise InputError(
             f"{config.output}: holds a finished job that differs in {'; '.join(different)}",
             hint="name another --output, or add --overwrite to replace that job",
         )
+
+
+def _check_fits(url: str, job: Job, new: Sources) -> None:
+    """Raise InputError if new files have other columns than the job, or may have rows that are in it already."""
+    if job.limit is not None:
+        hint = "make another job of the new sources"
+        raise InputError(f"{url}: was made with --limit, so nothing can be appended", hint=hint)
+    urls = [file.url for file in job.files]
+    known = set(map(_canonical, urls))
+    # job.json does not say of which folder its relative paths are.
+    ends = tuple(re.sub(r"^(\.\.?/)*", "/", url) for url in urls if not is_absolute(url))
+    for file in new.files:
+        name = _canonical(file.url)
+        if name in known or (is_absolute(file.url) and name.endswith(ends)):
+            raise InputError(
+                f"{file.url}: has changed since its rows became a part of the job, expected only new files",
+                hint="put the new rows into a file of their own; if all its rows are new, rename it; if it is CSV that "
+                "has not changed, give the --delimiter that the job was made with",
+            )
+    new.require("the job", job.columns)
+    formats = {source.format for source in job.sources} | {file.format for file in new.files}
+    theirs = {name for file in new.files for name in file.columns if name in new.columns}
+    if (more := theirs - {*job.columns}) and "jsonl" not in formats:
+        raise InputError(
+            f"{url}: lacks the column {min(more)!r}, which new files have",
+            hint=f"take the job's columns: --columns '{','.join(job.columns)}', or make another job",
+        )
+
+
+def _canonical(url: str) -> str:
+    """Return what names a file: its URL without the Hub's revision, or its real path."""
+    if is_local(url):
+        return os.path.realpath(local_path(url))
+    return re.sub(r"^(hf://[^@]+)@[^/]+", r"\1", url)
 
 
 def _refuse_runs(store: Store, output: str) -> None:

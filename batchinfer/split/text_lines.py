@@ -9,63 +9,52 @@ from __future__ import annotations
 import csv
 import hashlib
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import msgspec
 
 from batchinfer.core.errors import InputError
 from batchinfer.core.json_text import raw_members
 from batchinfer.split import files
-from batchinfer.split.files import DataFile
-from batchinfer.split.rows import Block, Wanted, refuse_columns
+from batchinfer.split.files import Block, DataFile, Wanted, refuse_columns
 
 TEXT_COLUMN = "prompt"
 """Name of the only column of a text's rows."""
-SAMPLE_LINES = 1000
-_BLOCK_BYTES = 4 << 20
+_SAMPLE_LINES = 1000
+_BATCH_BYTES = 4 << 20
 _ROW_BYTES = 4 << 10
-"""What each row of CSV and text counts in a block besides its length."""
-_HEAD_BYTES = 1 << 16
-"""A first line that is longer, and begins as a JSON array does, is one."""
+"""What each row of CSV and text counts in a batch besides its length."""
 _VALUE_BYTES = 64 << 20
 """Longest value of CSV: a quote that is not closed makes one value of the rest of the file."""
-_BOM, _GZIP = b"\xef\xbb\xbf", b"\x1f\x8b"
-_UNPACK = "gunzip FILE, or name it as SOURCE, with .gz at its end"
+_BOM = b"\xef\xbb\xbf"
 _SPACE = " \t\r\n"
 
 
 def count_rows(file: DataFile, wanted: Wanted) -> DataFile:
     """Read a whole file, to find the number of its rows, their sha256, and the columns of the first ones."""
     digest, rows, columns = hashlib.sha256(), 0, list[str]()
-    for lines in _blocks(file, wanted):
-        columns = columns or sample_columns(lines, file.url)
+    for lines in batches(file, wanted):
+        columns = columns or _sample_columns(lines, file.url)
         rows += len(lines)
         for line in lines:
             digest.update(line)
     return msgspec.structs.replace(file, rows=rows, columns=columns, digest=digest.hexdigest())
 
 
-def sample_columns(lines: list[bytes], url: str) -> list[str]:
+def _sample_columns(lines: list[bytes], url: str) -> list[str]:
     """Return the columns of the first rows of JSON Lines.
 
     Raises:
         InputError: None of them is a JSON object, so the file is of another form.
     """
-    names: dict[str, None] = {}
-    objects = [raw_members(line.removeprefix(_BOM)) for line in lines[:SAMPLE_LINES]]
-    for members in objects:
-        names.update(dict.fromkeys(members or ()))
+    objects = list(map(raw_members, lines[:_SAMPLE_LINES]))
     if all(members is None for members in objects):
-        is_array = lines[0].removeprefix(_BOM).lstrip().startswith(b"[")
+        is_array = lines[0].lstrip().startswith(b"[")
         what = "is a JSON array" if is_array else f"holds no JSON object in {len(objects)} lines"
-        how = f"jq -c {'.[]' if is_array else '.'!r} FILE > rows.jsonl"
-        if lines[0].startswith(_GZIP):
-            how = _UNPACK
         raise InputError(
             f"{url}: {what}, expected one object on each line, in UTF-8",
-            hint=f"convert it: {how}",
+            hint=f"convert it: jq -c {'.[]' if is_array else '.'!r} FILE > rows.jsonl",
         )
-    return list(names)
+    return list(dict.fromkeys(name for members in objects for name in members or ()))
 
 
 def has_column(url: str, name: str) -> bool:
@@ -74,25 +63,22 @@ def has_column(url: str, name: str) -> bool:
         return any(name in (raw_members(line) or ()) for line in there)
 
 
-def read_rows(file: DataFile, wanted: Wanted, row: int) -> Iterator[Block]:
-    """Yield the rows of a file."""
-    first_row = row
-    for lines in _blocks(file, wanted):
-        done, ids, num_broken = [], [], 0
-        for line in lines:
-            members = raw_members(line)
-            own = _id_of((members or {}).get(wanted.id_column)) if wanted.id_column else None
-            if wanted.id_column:
-                ids.append(own and own.strip(b'"'))
-            if members is None:
-                num_broken += 1
-                done.append(line.removesuffix(b"\n") + b"\n")
-            else:
-                body = _body(members, line, wanted, f"{file.url}, line {row - first_row + 1}")
-                tail = b'"_row":%d,"_id":%b}\n' % (row, b'"%d"' % row if own is None else own)
-                done.append(body + tail)
-            row += 1
-        yield Block(len(lines), b"".join(done), ids, num_broken)
+def encode(lines: list[bytes], file: DataFile, wanted: Wanted, row: int, first: int) -> Block:
+    """Return rows as lines. `row` is the number of the first of them, and `first` that of the file's first."""
+    done, ids, num_broken = [], [], 0
+    for number, line in enumerate(lines, row):
+        members = raw_members(line)
+        own = _id_of((members or {}).get(wanted.id_column)) if wanted.id_column else None
+        if wanted.id_column:
+            ids.append(own and own.strip(b'"'))
+        if members is None:
+            num_broken += 1
+            done.append(line.removesuffix(b"\n") + b"\n")
+        else:
+            body = _body(members, line, wanted, f"{file.url}, line {number - first + 1}")
+            tail = b'"_row":%d,"_id":%b}\n' % (number, b'"%d"' % number if own is None else own)
+            done.append(body + tail)
+    return Block(len(lines), b"".join(done), ids, num_broken)
 
 
 def _body(members: dict[str, msgspec.Raw], line: bytes, wanted: Wanted, where: str) -> bytes:
@@ -115,7 +101,7 @@ def _id_of(value: msgspec.Raw | None) -> bytes | None:
     return text if text.startswith(b'"') else msgspec.json.encode(text.decode())
 
 
-def _blocks(file: DataFile, wanted: Wanted) -> Iterator[list[bytes]]:
+def batches(file: DataFile, wanted: Wanted) -> Iterator[list[bytes]]:
     """Yield the rows as JSON lines, some at a time.
 
     Raises:
@@ -125,17 +111,14 @@ def _blocks(file: DataFile, wanted: Wanted) -> Iterator[list[bytes]]:
         if there.peek(len(_BOM)).startswith(_BOM):
             there.read(len(_BOM))
         if file.format == "jsonl":
-            head = there.peek(_HEAD_BYTES)
-            if len(head) >= _HEAD_BYTES and head.startswith(b"[") and b"\n" not in head:
-                sample_columns([head], file.url)  # refuses it before all of it is in memory
-            yield from iter(lambda: there.readlines(_BLOCK_BYTES), [])
+            yield from iter(lambda: there.readlines(_BATCH_BYTES), [])
         else:
-            records = _records(file, wanted, _texts(there, file.url))
-            lines, size, encode = list[bytes](), 0, msgspec.json.encode
+            records = _records(file, wanted, map(bytes.decode, there))
+            lines, size, encoder = list[bytes](), 0, msgspec.json.encode
             for record in records:
-                lines.append(line := encode(record) + b"\n")
+                lines.append(line := encoder(record) + b"\n")
                 size += len(line) + _ROW_BYTES
-                if size >= _BLOCK_BYTES:
+                if size >= _BATCH_BYTES:
                     yield lines
                     lines, size = [], 0
             if lines:
@@ -174,13 +157,3 @@ def _records(file: DataFile, wanted: Wanted, texts: Iterable[str]) -> Iterator[d
             f"{file.url}: is no CSV at line {reader.line_num} ({error}), perhaps a quote is open, or \\r ends lines",
             hint='close it, and write quotes within quoted values twice: ""; end lines in \\n',
         ) from error
-
-
-def _texts(there: Any, url: str) -> Iterator[str]:
-    for number, line in enumerate(there, 1):
-        try:
-            yield line.decode()
-        except UnicodeDecodeError as error:
-            if number == 1 and line.startswith(_GZIP):
-                raise InputError(f"{url}: is gzip", hint=f"unpack it: {_UNPACK}") from error
-            raise files.damaged(url, f"line {number} is not UTF-8: {error.reason}") from error
