@@ -286,4 +286,5 @@ def test_a_chunk_with_more_error_codes_than_its_marker_names_is_sound(run):
 def failed(line: bytes) -> bytes:
     row = json.loads(line)
     error = {"code": f"code{row['_row']}", "message": "no"}
-    return json.dumps({"_row": row["_row"], "_id": row["_id"], "error": error}).encode()
+    row = {"_row": row["_row"], "_id": row["_id"], "status": 400, "error": error}
+    return json.dumps(row).encode()
