@@ -169,14 +169,14 @@ def run_verify(config: VerifyConfig, *, open_store: OpenStore, clock: Clock) -> 
 
 def _mends(target: RunTarget, url: str, findings: list[Finding]) -> dict[str, str]:
     """Return how to fix findings, by their `fix`, in the order to apply them: a fix may need an earlier one."""
-    run, again = quote(url), dict.fromkeys(it.subject for it in findings if it.fix == "redo")
+    place, again = quote(url), dict.fromkeys(it.subject for it in findings if it.fix == "redo")
     redo = "".join(f" --redo {quote(name)}" for name in again)
     mends = {
         "chunk": "restore the chunk as job.json describes it, or split again into another job",
-        "resume": f"batchinfer stop --resume {run}",
-        "redo": f"batchinfer clean {run}{redo} --yes",
+        "resume": f"batchinfer stop --resume {place}",
+        "redo": f"batchinfer clean {place}{redo} --yes",
         "worker": worker_command(target.run, url, target.job_url),
-        "clean": f"batchinfer clean {run} --yes",
+        "clean": f"batchinfer clean {place} --yes",
     }
     wanted = {finding.fix for finding in findings} | ({"worker"} if again else set())
     return {fix: mend for fix, mend in mends.items() if fix in wanted}
