@@ -169,8 +169,8 @@ def make_card(target: RunTarget, config: CollectConfig, result: dict[str, Any]) 
     )
     named = [each if each.startswith("hf://") else each.rpartition("/")[2] for each in sources]
     made = {"model": model, "source": ", ".join(named), **run.recorded}
-    shown = {name: made.get(name) for name in _MADE} | result
-    shown |= {"where": config.where, "sample": config.sample, "prompt": run.config.get("prompt")}
+    shown = {name: made.get(name) for name in _MADE} | {"prompt": run.config.get("prompt")}
+    shown |= {"where": config.where, "sample": config.sample} | result
     text = codec.encode_pretty(shown).decode()
     return text_of("card.md").format(
         title=config.dest.partition("@")[0].rpartition("/")[2],

@@ -51,7 +51,7 @@ class JsonColumns:
         sql: Connection with the answers.
         value: SQL of the JSON values. Those that are no objects count as null.
         example: An object with values of the types that members should have where all of their values fit.
-        most_names: Most names that all objects together may have, else they have no columns.
+        most_names: Most names beside the example's that all objects together may have, else they have no columns.
     """
 
     def __init__(
@@ -69,7 +69,8 @@ class JsonColumns:
         some = f"SELECT any_value(v) AS v, min(r) AS r FROM ({rows}) GROUP BY json_structure(v) ORDER BY r"
         [found] = sql.execute(f"SELECT json_group_structure(v) FROM ({some})").fetchall()[0]
         shape = {} if is_deep(found.encode()) else json.loads(found)
-        shape = shape if isinstance(shape, dict) and len(shape) <= most_names else {}
+        shape = shape if isinstance(shape, dict) else {}
+        shape = shape if len(shape.keys() - (example or {}).keys()) <= most_names else {}
         count = Counter(map(str.casefold, shape))
         self.kinds, large = dict[str, Shape](), dict[str, str]()
         for name, kind in shape.items():
@@ -162,6 +163,8 @@ def example_of(schema: Any) -> dict[str, Any]:
 _FLOATS = """CASE WHEN v[1] = '"' THEN floats_of(v) ELSE TRY_CAST(v::JSON AS FLOAT[]) END"""
 _LENGTH = r"""CASE WHEN regexp_matches(v, '^\s*\[\s*\[') THEN -1
 WHEN v[1] = '"' THEN length(trim(v, '"=')) * 3 // 16 ELSE json_array_length(v) END"""
+_IS_VECTOR = """(v[1] = '"' OR NOT regexp_matches(v, '["tf]'))"""
+"""Base64, or JSON without texts and truth values, which DuckDB would take for numbers."""
 _ALL = "coalesce(list_transform(items, lambda i: i.embedding), [embedding])"
 _LENGTHS = f"list_transform({_ALL}, lambda v: {_LENGTH})"
 
@@ -185,7 +188,8 @@ def vector_column(answers: Answers, task: str, column: str, value: str) -> tuple
         name = "token_embeddings" if name == "embedding" else "rewards"
     elif is_number:
         vector += "[1]"
-    every = f"list_transform({value if is_list else f'[{value}]'}, lambda v: {vector})"
+    values = value if is_list else f"[{value}]"
+    every = f"list_transform({values}, lambda v: CASE WHEN {_IS_VECTOR} THEN {vector} END)"
     return f"{name}s" if is_list and not is_nested else name, every if is_list else f"({every})[1]"
 
 

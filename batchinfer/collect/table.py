@@ -80,20 +80,21 @@ class Collection:
     def _own_columns(self, prompt: dict[str, Any]) -> dict[str, str]:
         """Return the columns of the answers to prompts of a run."""
         task = prompt.get("task") or GENERATE
-        if is_pooling(task):
+        texts = () if is_pooling(task) else ("text", "finish_reason")
+        own = self.answers.columns(*texts)
+        # Batch requests may ask for vectors, whatever the run's task is.
+        vectors = own.keys() & {"embedding", "embeddings"}
+        if vectors:
             kinds: Any = (["VARCHAR"], "FLOAT[]")
             has_nulls = {"null_handling": "special"}
             self._sql.create_function("floats_of", floats_of, *kinds, type="arrow", **has_nulls)
-            own = self.answers.columns()
-            vectors = own.keys() & {"embedding", "embeddings"}
-            return dict(
-                vector_column(self.answers, task, *pair) if pair[0] in vectors else pair
-                for pair in own.items()
-            )
-        own = self.answers.columns("text", "finish_reason")
+        own = dict(
+            vector_column(self.answers, task, *pair) if pair[0] in vectors else pair
+            for pair in own.items()
+        )
         is_json, schema = schema_of(prompt.get("body") or {})
         is_json = is_json if self._config.answer_json is None else self._config.answer_json
-        if is_json and "text" in own:
+        if is_json and texts and "text" in own:
             own |= self._json_columns(schema)
         return own
 

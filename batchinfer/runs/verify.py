@@ -207,6 +207,9 @@ def _problems_of(
                 continue
             number = ref.first_row + num_lines - 1
             own = _id_of(rows.readline(), number, prompt)
+            if not line.endswith(b"\n"):
+                yield f"line {num_lines - 1}: is cut off"
+                continue
             try:
                 answer = read_line(line)
             except InputError as error:
@@ -223,8 +226,8 @@ def _problems_of(
     if num_lines != wanted:
         yield f"{num_lines} lines, the chunk has {wanted} rows"
     num_ok = codes.pop("", 0)
-    # A marker counts what comes after many codes together, in the order in which rows were finished.
-    by_code = marker.errors if OTHER in marker.errors else dict(codes)
+    # A marker may have no codes. It counts what comes after many together, in the order in which rows were finished.
+    by_code = dict(codes) if marker.errors and OTHER not in marker.errors else marker.errors
     counted = (num_ok, codes.total(), by_code)
     if counted != (said := (marker.rows_ok, marker.rows_error, marker.errors)):
         yield "rows ok, errors and their codes: {} {} {}, the marker says {} {} {}".format(

@@ -163,6 +163,19 @@ def test_embeddings_are_fixed_size_lists(form, job):
     assert "text" not in found.column_names
 
 
+def test_batch_requests_of_a_run_of_texts_may_ask_for_vectors(job):
+    given = [{"data": [{"embedding": form([0.5, 2])}]} for form in (list, as_base64)]
+    found = table(job, given, {"request_format": "openai-batch"})
+    assert found.schema.field("embedding").type == pa.list_(pa.float32(), 2)
+    assert found["embedding"].to_pylist() == [[0.5, 2.0]] * ROWS
+
+
+def test_texts_and_truth_values_are_no_vectors(job):
+    given = [{"data": [{"embedding": odd}]} for odd in ([1, "7"], [1, True], [1, 2])]
+    found = table(job, given, {"task": "embed"})["embedding"].to_pylist()
+    assert found[:3] == [None, None, [1, 2]]
+
+
 ODD = (["1.0", "2", "3", "4"], "not base64!", as_base64([1])[:-2], {"a": 1}, 5, [1], True)
 
 
@@ -205,6 +218,13 @@ SCHEMA = {"type": "object", "properties": MEMBERS | {"tags": {"type": "array"}}}
 SCHEMA |= {"required": ["age"]}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 ASKED = {"body": {"response_format": FORMAT}}
+
+
+def test_a_schema_may_have_more_names_than_answers_may(job):
+    properties = {f"p{n}": {"type": "string"} for n in range(120)}
+    schema = {"type": "object", "properties": properties}
+    prompt = {"body": {"structured_outputs": {"json": schema}}}
+    assert table(job, [chat('{"p1": "x"}')], prompt)["answer_p1"].to_pylist() == ["x"] * ROWS
 
 
 def test_json_answers_are_columns_with_the_types_of_the_schema(job, tmp_path):
@@ -517,6 +537,22 @@ def test_of_two_collections_into_one_folder_the_first_gives_way(run, tmp_path, m
     with pytest.raises(InputError, match="writes there, too"):
         collect(run, out, shard_rows=5)
     assert sorted(contents(out)) == ["_COLLECTED", "part-00000.parquet"]
+
+
+def test_two_equal_collections_into_one_folder_both_succeed(run, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    meanwhile(monkeypatch, LocalStore, "put_file", lambda: collect(run, out, shard_rows=5))
+    assert collect(run, out, shard_rows=5)["status"] == "SUCCESS"
+    whole = contents(out)
+    shutil.rmtree(out)
+
+    def complete() -> None:
+        collect(run, out, shard_rows=5)
+        monkeypatch.setattr(LocalStore, "put_file", None)  # nothing is left to write
+
+    meanwhile(monkeypatch, collecting, "write_files", complete)
+    assert collect(run, out, shard_rows=5)["status"] == "SUCCESS"
+    assert contents(out) == whole
 
 
 def test_files_that_are_only_named_like_those_of_a_collection_stay(run, tmp_path):
