@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from batchinfer.core import units
 from batchinfer.core.errors import (
     AccessDenied,
+    ConfigError,
     InputError,
     ObjectNotFound,
     StorageError,
@@ -150,7 +151,11 @@ def locate(argument: str) -> list[DataFile]:
             if not re.search(r"[*?\[]", path):
                 raise
             before, deep, _ = path.partition("**")
-            listed = system.glob(path, detail=True)
+            try:
+                listed = system.glob(path, detail=True)
+            except ValueError as error:
+                hint = "as in 'FOLDER/**/*.parquet'"
+                raise ConfigError(f"{argument}: {error}", hint=hint) from error
             folders = system.glob(before) if deep else []
         else:
             if listed[path]["type"] == "directory":
@@ -160,10 +165,10 @@ def locate(argument: str) -> list[DataFile]:
         found, hidden = list[DataFile](), list[DataFile]()
         for name in sorted(listed):
             info = listed[name]
-            # A link to a local file counts as what it leads to. One to nothing cannot be opened.
-            with contextlib.suppress(FileNotFoundError):
-                info = system.info(name) if is_local(argument) else info
-            if info["type"] != "directory":
+            # A link to a local file counts as what it leads to. One to nothing cannot be opened. A pipe is no file.
+            is_dangling = is_local(argument) and not Path(name).exists()
+            info = system.info(name) if is_local(argument) and not is_dangling else info
+            if is_dangling or info["type"] == "file":
                 is_hidden = re.search(hiding, name[len(os.path.commonpath([name, path])) :])
                 (hidden if is_hidden else found).append(_data_file(name, info, argument))
     known = [file for file in found if file.format]
@@ -204,7 +209,7 @@ def _data_file(name: str, info: dict[str, Any], argument: str) -> DataFile:
     return DataFile(
         url=name,
         argument=argument,
-        format="" if kind == "parquet" and packing_of(name) else kind,
+        format=kind,
         bytes=int(info.get("size") or 0),
         stamp=next((str(info[key]) for key in _STAMPS if info.get(key)), ""),
     )
@@ -241,6 +246,9 @@ def _check_formats(argument: str, found: list[DataFile]) -> None:
             hint="name the files of one, as in 'FOLDER/**/*.parquet', or a source for each format",
         )
     for file in found:
+        if file.format == "parquet" and packing_of(file.url):
+            hint = "unpack it: gunzip FILE, or zstd -d FILE"
+            raise InputError(f"{file.url}: can only be read unpacked", hint=hint)
         if file.url.encode(errors="ignore").decode() != file.url:
             raise InputError(f"{file.url!r}: has a name that is not UTF-8", hint="rename the file")
 
@@ -310,7 +318,7 @@ def reading(url: str) -> Iterator[None]:
     try:
         with hub_errors(url) if url.startswith("hf://") else contextlib.nullcontext():
             yield
-    except (FileNotFoundError, NotADirectoryError, ObjectNotFound) as error:
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError, ObjectNotFound) as error:
         hint = "check the spelling; a data set of the Hub is hf://datasets/ORG/NAME"
         raise InputError(f"{url}: no such file, folder or bucket", hint=hint) from error
     except PermissionError as error:
@@ -319,5 +327,7 @@ def reading(url: str) -> Iterator[None]:
     except OSError as error:
         hint = "check the disk or the network, then run the same command again"
         raise StorageError(f"{url}: cannot be read ({error})", hint=hint) from error
-    except (ValueError, NotImplementedError) as error:  # of parsers, pyarrow's too, and of patterns
-        raise damaged(url, str(error)) from error
+    except Exception as error:
+        if isinstance(error, UnicodeDecodeError) or type(error).__module__.startswith("pyarrow"):
+            raise damaged(url, str(error)) from error
+        raise

@@ -38,8 +38,8 @@ def read_footer(file: BinaryIO) -> tuple[pq.FileMetaData, str]:
     file.seek(max(0, size - 8))
     length = int.from_bytes(file.read(4), "little") + 8
     file.seek(max(0, size - length))
-    digest = hashlib.sha256(b"PAR1" + file.read()).hexdigest()
-    return pq.read_metadata(file), digest
+    tail = b"PAR1" + file.read()
+    return pq.read_metadata(io.BytesIO(tail)), hashlib.sha256(tail).hexdigest()
 
 
 def batches(file: DataFile, wanted: Wanted) -> Iterator[pl.DataFrame]:

@@ -41,6 +41,13 @@ class Sources(Record, frozen=True, kw_only=True):
     rows: int
     first_row: int = 0
 
+    def named_by(self, column: str) -> Sources:
+        """Return the sources with the column that names a job's rows; "" for row numbers."""
+        if column:
+            self.require_column("the job", column)
+        wanted = msgspec.structs.replace(self.wanted, id_column=column)
+        return msgspec.structs.replace(self, wanted=wanted)
+
     def without(self, job: Job) -> Sources:
         """Return the sources without the files that a job has, numbered after its rows."""
         known = {file.content for file in job.files}
@@ -66,14 +73,14 @@ class Sources(Record, frozen=True, kw_only=True):
         for file in self.files:
             first, reader = row, _reader_of(file)
             for batch in reader.batches(file, self.wanted):
-                left = batch
-                while len(left):
+                at = 0
+                while at < len(batch):
                     if row == self.rows:
                         return
-                    count = min(len(left), ends[bisect.bisect(ends, row)] - row)
+                    stop = min(len(batch), at + ends[bisect.bisect(ends, row)] - row)
                     place = (self.first_row + each for each in (row, first))
-                    yield reader.encode(left[:count], file, self.wanted, *place)
-                    row, left = row + count, left[count:]
+                    yield reader.encode(batch[at:stop], file, self.wanted, *place)
+                    row, at = row + stop - at, stop
             if row != first + file.rows:
                 raise files.changed(file.url)
 
@@ -95,8 +102,9 @@ class Sources(Record, frozen=True, kw_only=True):
 
     def check_apart(self, output: str) -> None:
         """Raise InputError if the output is a source, lies inside one, or has one inside."""
-        for place in [*self.arguments, *(file.url for file in self.files)]:
-            if is_inside(place, output) or is_inside(output, place):
+        arguments = {*self.arguments, *(file.argument for file in self.files)}
+        for place in arguments | {file.url for file in self.files}:
+            if is_inside(place, output) or (place in arguments and is_inside(output, place)):
                 raise InputError(
                     f"{output}: is not apart from the source {place}",
                     hint="name another --output, or narrow the source: FOLDER/*.parquet",
@@ -259,9 +267,10 @@ def count_listed(url: str) -> Sources:
     Raises:
         InputError: A file is missing, is named twice or is no JSON Lines, or there is none.
     """
-    with files.opened(url) as there:
-        lines = there.read().decode().split("\n")
-    folder = open_store(split_name(url)[0]).url
+    store, name = split_name(url)
+    folder = open_store(store).url
+    with files.reading(url):
+        lines = open_store(store).get(name).data.decode().split("\n")
     places = []
     for name in filter(None, map(str.strip, lines)):
         place = name if is_absolute(name) else join_url(folder, name)

@@ -99,11 +99,13 @@ def run_split(
         counted = count_sources(
             config.sources,
             columns=config.columns,
-            id_column=there.id_column or "_row" if config.append and there else config.id_column,
+            id_column="_row" if config.append else config.id_column,
             limit=config.limit,
             delimiter=config.delimiter,
         )
     counted.check_apart(config.output)
+    if config.append and there:
+        counted = counted.named_by(there.id_column)
     job = _make(config, there, etag, store, counted)
     rows, chunks = (there.rows, len(there.chunks)) if there else (0, 0)
     is_new = job.rows > rows
@@ -201,10 +203,10 @@ def _make(config: SplitConfig, there: Job | None, etag: str, store: Store, count
     _check_most("--num-workers", config.num_workers, len(bounds[1:]) or len(new.files), "chunk")
     if not there:
         _refuse_runs(store, config.output)
+    job = writer.refer_to(job, new) if config.by_reference else job
     if config.overwrite:
         store.delete([layout.JOB_KEY])
-    referred = config.by_reference
-    job = writer.refer_to(job, new) if referred else writer.write_chunks(store, job, new, bounds)
+    job = job if config.by_reference else writer.write_chunks(store, job, new, bounds)
     writer.complete_job(store, job, etag)
     return job
 
@@ -234,7 +236,7 @@ def _check_same(config: SplitConfig, existing: Job, wanted: Job) -> None:
     different = [f"{name} ({a} there, {b} here)" for name, (a, b) in pairs.items() if a != b]
     different += [] if is_same else ["the sources' files"]
     urls, known = ([file.url for file in job.files] for job in (wanted, existing))
-    if config.by_reference and urls != known:
+    if config.by_reference and urls != known[: len(urls)]:
         different.append("the places of files by reference")
     if different:
         raise InputError(
@@ -253,8 +255,10 @@ def _check_fits(url: str, job: Job, new: Sources) -> None:
     # job.json does not say of which folder its relative paths are.
     ends = tuple(re.sub(r"^(\.\.?/)*", "/", url) for url in urls if not is_absolute(url))
     for file in new.files:
-        name = _canonical(file.url)
-        if name in known or (is_absolute(file.url) and name.endswith(ends)):
+        spelled = [_canonical(file.url)]
+        if is_local(file.url) and is_absolute(file.url):
+            spelled.append(os.path.normpath(local_path(file.url)))
+        if spelled[0] in known or any(is_absolute(n) and n.endswith(ends) for n in spelled):
             raise InputError(
                 f"{file.url}: has changed since its rows became a part of the job, expected only new files",
                 hint="put the new rows into a file of their own; if all its rows are new, rename it; if it is CSV that "

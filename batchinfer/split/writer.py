@@ -228,8 +228,12 @@ def _require_chunks(store: Store, job: Job) -> None:
 
 
 def write_manifests(store: Store, job: Job) -> None:
-    """Write the manifests of a job in place of all that `split` wrote."""
-    there = (item.key for item in store.list(layout.MANIFESTS))
-    store.delete(list(filter(_OWN_KEY.fullmatch, there)))
-    for key, chunks in manifest_chunks(job).items():
-        store.create(key, "".join(f"{chunk_key(job, chunk)}\n" for chunk in chunks).encode())
+    """Write the manifests of a job, and remove others of `split`."""
+    manifests = manifest_chunks(job)
+    stale = (item.key for item in store.list(layout.MANIFESTS) if item.key not in manifests)
+    store.delete(list(filter(_OWN_KEY.fullmatch, stale)))
+    with contextlib.closing(Scratch()) as scratch:
+        for key, chunks in manifests.items():
+            path = scratch.new_path("manifest")
+            path.write_text("".join(f"{chunk_key(job, chunk)}\n" for chunk in chunks))
+            store.put_file(key, path)

@@ -54,6 +54,12 @@ def test_a_folder_gives_its_data_by_name_and_nothing_hidden(tmp_path, caplog):
         with pytest.raises(InputError, match=r"nowhere\.parquet: no such file"):
             numbers(source)
     (data / "nowhere.parquet").unlink()
+    os.mkfifo(data / "pipe.parquet")  # its reader would wait for ever
+    assert numbers(data) == [1, 2, 3]
+    (data / "b.parquet.gz").write_bytes(gzip.compress((data / "b.parquet").read_bytes()))
+    with pytest.raises(InputError, match=r"b\.parquet\.gz: can only be read unpacked"):
+        numbers(data)
+    (data / "b.parquet.gz").unlink()
     (data / "b.csv").write_text("n\n1\n")
     with pytest.raises(InputError, match=r"files of several formats, csv \(.*, expected one"):
         numbers(data)
@@ -101,6 +107,12 @@ def test_sources_of_several_formats_and_packings_follow_each_other(tmp_path):
         count_sources([*sources, str(tmp_path / "n*")])
 
 
+def test_our_own_mistakes_are_not_told_as_those_of_the_data(tmp_path, monkeypatch):
+    monkeypatch.setattr("batchinfer.split.parquet_rows.plain_frame", lambda *_: int("x"))
+    with pytest.raises(ValueError, match="invalid literal"):
+        numbers(write_parquet(tmp_path / "a.parquet", n=[1]))
+
+
 def test_a_large_file_is_read_in_pieces(tmp_path):
     lines = "".join(f'{{"n":{n},"text":"{"x" * 1000}"}}\n' for n in range(10_000))
     (tmp_path / "a.jsonl").write_text(lines)
@@ -127,7 +139,7 @@ BAD: dict[str, tuple[bytes | None, str, str]] = {
     "e.csv": (b"n\n\xe9\n", "'utf-8' codec can't decode", "write the file again"),
     "a.parquet": (b"PAR1 and no more", "a.parquet: wrong, corrupt or truncated", "again"),
     "a.jsonl.gz": (gzip.compress(b'{"n":1}\n' * 99)[:-9], "truncated", "again"),
-    "x.parquet.zst": (zstandard.compress(b"PAR1"), "no file of a known format", "check the path"),
+    "x.parquet.zst": (zstandard.compress(b"PAR1"), "only be read unpacked", "zstd -d FILE"),
     "b.csv.zst": (zstandard.compress(b"n\n1\n" * 99)[:-3], "corrupt or truncated", "again"),
 }
 

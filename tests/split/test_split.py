@@ -15,6 +15,8 @@ from batchinfer.core.errors import InputError
 from batchinfer.core.records import Job
 from batchinfer.ledger.jobs import chunk_key, load_job
 from batchinfer.split import writer
+from batchinfer.split.sources import count_sources
+from batchinfer.split.splitting import SplitConfig, run_split
 from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import open_store
 from fakes import meanwhile
@@ -251,6 +253,27 @@ def test_a_changed_file_is_known_by_any_spelling_of_its_path(tmp_path, monkeypat
     refused(what, other.format(tmp_path), tmp_path / "job", append=True)
 
 
+def test_a_changed_file_is_known_below_a_link_that_the_job_names(tmp_path, monkeypatch):
+    make_source(tmp_path / "a.parquet", *range(9))
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x/link").symlink_to(tmp_path)
+    monkeypatch.chdir(tmp_path / "x")
+    split("link/a.parquet", tmp_path / "x/job")
+    make_source(tmp_path / "a.parquet", *range(12))
+    monkeypatch.chdir("/")
+    what = "has changed since its rows became a part of the job"
+    refused(what, tmp_path / "x/link/a.parquet", tmp_path / "x/job", append=True)
+
+
+def test_appended_rows_are_named_by_the_columns_of_the_job(tmp_path):
+    first, more = (make_source(tmp_path / f"{n}.parquet", n) for n in (7, 8))
+    split(first, tmp_path / "job", id_column="n")
+    counted = count_sources([str(first), str(more)])  # as `run` does it
+    config = SplitConfig(sources=counted.arguments, output=str(tmp_path / "job"), append=True)
+    run_split(config, store=open_store(str(tmp_path / "job")), counted=counted)
+    assert [row["_id"] for row in rows_at(tmp_path / "job")] == ["7", "8"]
+
+
 def test_of_two_appends_at_once_one_wins_and_the_other_is_told(grown, tmp_path, monkeypatch):
     first, second = (make_source(tmp_path / f"{n}.parquet", n) for n in (109, 110))
     meanwhile(monkeypatch, LocalStore, "put_file", lambda: split(second, grown, append=True))
@@ -282,8 +305,19 @@ def test_a_job_by_reference_copies_nothing_and_is_answered(tmp_path):
     chunks = {chunk.name: chunk.file for chunk in job_at(job).chunks}
     files = f"{tmp_path}/data/b.jsonl", f"{tmp_path}/data/a.jsonl.zst"
     assert chunks == dict(zip(["part-00000", "part-00001"], files, strict=True))
+    (tmp_path / "data/c.jsonl").write_text('{"prompt":"four","n":2}')
+    assert split(tmp_path / "data/c.jsonl", job, append=True)["rows"] == 5
+    assert split([], job, **options)["status"] == "unchanged"
     (tmp_path / "data/b.jsonl").write_text('{"prompt":"other"}')
     refused("holds a finished job that differs in the sources' files", [], job, **options)
+
+
+def test_what_fails_by_reference_leaves_the_job_that_was_to_be_replaced(tmp_path, monkeypatch):
+    place, job = make_list(tmp_path / "data"), tmp_path / "job"
+    split([], job, by_reference=str(place))
+    meanwhile(monkeypatch, writer, "refer_to", (tmp_path / "data/b.jsonl").unlink)
+    refused(r"b\.jsonl", [], job, by_reference=str(place), overwrite=True)
+    assert job_at(job).rows == 4
 
 
 def test_files_that_cannot_be_chunks_are_refused(tmp_path):
@@ -298,6 +332,11 @@ def test_files_that_cannot_be_chunks_are_refused(tmp_path):
 def test_files_where_a_job_puts_its_own_are_no_chunks_by_reference(tmp_path):
     make_list(tmp_path / "chunks")
     (tmp_path / "list.txt").write_text("chunks/b.jsonl\n")
+    (tmp_path / "job/manifests").mkdir(parents=True)
+    own = tmp_path / "job/manifests/first-1.txt"
+    own.write_text(f"{tmp_path}/chunks/b.jsonl\n")
+    refused("is not apart from", [], tmp_path / "job", by_reference=str(own))
+    refused("no such file", [], tmp_path / "job", by_reference=str(tmp_path))
     for place in (make_list(tmp_path / "manifests"), tmp_path / "list.txt"):
         refused("is not apart from", [], tmp_path, by_reference=str(place))
 
