@@ -10,6 +10,7 @@ from batchinfer.core.errors import Interrupted
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.worker import chunk_life
 from batchinfer.worker.background import Background, Stopper
+from batchinfer.worker.chunk import Saved
 from batchinfer.worker.chunk_life import Life
 from batchinfer.worker.chunk_opening import open_chunk
 from batchinfer.worker.open_chunks import OpenChunks
@@ -89,6 +90,16 @@ def test_a_worker_whose_first_answers_take_long_leaves_other_chunks_to_others(cl
     clock.seconds += 100
     chunks.tick(0, 256)
     assert [each.kwargs["is_hungry"] for each in ring.tick.mock_calls] == [False, True, False]
+
+
+def test_a_death_is_noted_on_storage_with_the_number_of_rows_of_all_chunks():
+    """A later start would take a row for alone in the engine that was only alone of its chunk, and blame it."""
+    chunks = chunks_of(FakeClock())
+    life = begin(chunks)
+    life.chunk = chunks.open["c"] = Mock(saved=Saved())
+    chunks.note_death([("c", 3), ("closed", 0)])
+    assert list(life._notes) == [(1, [3], 2)]
+    life.chunk.note_deaths.assert_called_once_with([3], 2)
 
 
 def test_several_chunks_of_a_repair_are_opened_at_once(clock):
