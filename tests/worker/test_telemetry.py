@@ -48,6 +48,17 @@ def test_counters_add_up_over_epochs_and_open_chunks_do_not_stay(clock):
     assert second.counts.rows_done == 1, "the log and the result tell of this start alone"
 
 
+def test_a_chunk_that_another_published_first_counts_as_done_but_not_as_ours(clock):
+    telemetry_ = start_after(clock)
+    telemetry_.workload.set_own({"part-00000": 4})
+    chunk = SimpleNamespace(name="part-00000", num_rows=4, num_left=0, counts=Counts())
+    chunk.started = clock.now()
+    telemetry_.chunk_opened(chunk)
+    telemetry_.chunk_closed(chunk, "lost")
+    work = telemetry_.workload
+    assert (work.rows_done, work.chunks_done, work.chunks_skipped) == (4, 1, 1)
+
+
 # --------------------------------------------------------------------------- bounds
 
 
