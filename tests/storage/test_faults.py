@@ -193,3 +193,14 @@ def test_a_file_of_any_size_goes_up_in_parts_as_many_as_stores_take(tmp_path):
     part_bytes = client.put.call_args.kwargs["chunk_size"]
     assert bucket.PART_BYTES < part_bytes < 1 << 27
     assert part_bytes * 10_000 >= 1 << 40
+
+
+def test_what_takes_long_to_send_gets_more_time_and_a_record_is_soon_sent_again(tmp_path):
+    (tmp_path / "file").write_bytes(LARGE)
+    quick, patient = (Mock(put=Mock(return_value={"e_tag": '"e"', "version": None})) for _ in "ab")
+    store = BucketStore("s3://bucket", quick, Cloud("S3"), patient=patient)
+    store.put_file("k", tmp_path / "file")
+    store.create("large", LARGE)
+    assert (quick.put.call_count, patient.put.call_count) == (0, 2)
+    store.create("small", SMALL)
+    assert (quick.put.call_count, patient.put.call_count) == (1, 2)
