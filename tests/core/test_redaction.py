@@ -14,6 +14,7 @@ from batchinfer.core.redaction import has_user, redact
         ("a http://me:SECRET@host:8080/x, b", "a http://…@host:8080/x, b"),
         ("https:/host/x?token=SECRET", "https:/host/x?token=…"),
         ("(https://host/x?SECRET)", "(https://host/x?…)"),
+        ("HTTPS://host/x?token=SECRET", "HTTPS://host/x?token=…"),
         ('"https://host/x?"}],"max_tokens":5}', '"https://host/x?"}],"max_tokens":5}'),
         ('https://host/x?q="a"&sig=SECRET', "https://host/x?q=…&sig=…"),
         ('{"a":"https://host/x?k=SECRET","b":5}', '{"a":"https://host/x?k=…","b":5}'),
