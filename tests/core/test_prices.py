@@ -38,6 +38,11 @@ def test_every_price_of_the_table_is_a_price_and_others_are_not_known():
         assert price_of(replace(L4, accelerator=name)) is None
 
 
+def test_a_machine_whose_gpus_were_not_counted_costs_no_less_than_one_gpu():
+    """With a price of nothing, --max-cost would never end a worker."""
+    assert price_of(replace(L4, gpus=0)) == price_of(L4)
+
+
 def test_skypilots_catalog_is_read_where_it_lies(catalogs):
     (catalogs / "aws" / "vms.csv").write_text(CATALOG)
     assert price_of(L4) == (0.8, "SkyPilot's catalog")
