@@ -138,6 +138,7 @@ LOADING = [
     (LocalEntryNotFoundError("not here"), False, None),
     (LocalEntryNotFoundError("not here"), True, 2),
     (_caused(OSError("no config"), ConnectionError("reset")), False, None),
+    (_caused(OSError("no config"), _answered(429)), False, None),
     (_caused(OSError("no config"), _answered(404)), False, 2),
     (ValueError("max_model_len"), False, 2),
 ]
