@@ -202,6 +202,14 @@ def test_an_endpoint_that_wants_to_be_asked_at_once_is_left_alone(endpoint, reac
         assert len(busy.bodies) < 200
 
 
+def test_the_longest_wait_that_was_asked_for_counts():
+    """Calls that were on their way bring shorter ones later."""
+    target = targets.Target("t", "http://127.0.0.1:9", 2)
+    target.pause(60.0)
+    target.pause(1.0)
+    assert target.pause_seconds > 50
+
+
 def test_a_slow_endpoint_is_no_outage(endpoint, reach):
     endpoint.delay_seconds = 1.0
     assert failed(reach(endpoint, stall_seconds=0.3), calls(20)) == {}
