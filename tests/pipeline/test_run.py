@@ -62,6 +62,13 @@ def test_every_row_has_its_answer_and_the_sources_columns(run, rows, tmp_path):
     assert table["n"] == list(range(60))
 
 
+def test_columns_that_are_asked_for_later_are_joined_to_the_answers(run, rows, tmp_path):
+    dest = tmp_path / "a.parquet"
+    assert run(rows, "-o", dest) == 0
+    assert run(rows, "-o", dest, "--with-source") == 0
+    assert pq.read_table(dest)["n"].to_pylist() == list(range(60))
+
+
 TALK = [{"role": "user", "content": "hi"}]
 REQUEST = {
     "custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": TALK},
