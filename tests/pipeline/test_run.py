@@ -93,11 +93,12 @@ def test_where_the_prompt_is_is_found_and_named(run, tmp_path, dest, row, said):
 # --------------------------------------------------------------------------- pipes
 
 
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
 @pytest.mark.parametrize("given", ["one\ntwo\n", '{"prompt": "one"}\n{"prompt": "two"}\n'])
-def test_from_standard_input_to_standard_output(tmp_path, given):
+def test_from_standard_input_to_standard_output(tmp_path, given, mark):
     done = subprocess.run(
         [sys.executable, "-m", "batchinfer", "run", "-", "-o", "-", "--engine", "echo"],
-        input=given, capture_output=True, text=True, cwd=tmp_path,
+        input=mark + given, capture_output=True, text=True, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert [json.loads(line)["text"] for line in done.stdout.splitlines()] == ["one", "two"]
