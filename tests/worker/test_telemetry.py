@@ -7,6 +7,7 @@ import pytest
 
 from batchinfer.core import codec
 from batchinfer.core.counts import MAX_CODES, OTHER, Counts
+from batchinfer.core.errors import EngineDied, LimitReached, RunMismatch
 from batchinfer.core.records import EngineInfo, EngineStats, Failure, FinishedRow, Money, Worker
 from batchinfer.worker.minutes import MAX_MINUTES
 from batchinfer.worker.telemetry import Telemetry
@@ -57,6 +58,16 @@ def test_each_start_of_a_worker_is_paid_at_its_own_price(clock):
         clock.seconds += 600
         before = made.snapshot()
         assert before.money.cost == pytest.approx(cost)
+
+
+@pytest.mark.parametrize(
+    ("kind", "attempts"), [(RunMismatch, 0), (LimitReached, 0), (EngineDied, 1)]
+)
+def test_a_start_that_was_refused_or_asked_to_end_is_no_attempt(clock, kind, attempts):
+    """With the right options, the worker would still have been taken for one that makes no progress."""
+    telemetry_ = start_after(clock)
+    telemetry_.end_with(kind("why"))
+    assert telemetry_.snapshot().attempts == attempts
 
 
 def test_a_chunk_that_another_published_first_counts_as_done_but_not_as_ours(clock):
