@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+from batchinfer.core.counts import Counts
 from batchinfer.core.errors import Interrupted
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.worker import chunk_life
@@ -109,6 +110,18 @@ def test_several_chunks_of_a_repair_are_opened_at_once(clock):
     chunks = chunks_of(clock, ring=ring, background=Mock(submit=lambda _work: Future()))
     chunks.tick(0, 256)
     assert len(chunks._lives) == chunks._limits.max_openings > 1
+
+
+def test_one_slow_opening_lets_the_next_chunks_be_opened_sooner_at_once(clock):
+    """The engine would be idle until the mean had risen, too."""
+    chunks = chunks_of(clock)
+    for seconds, expected in ((20.0, 20.0), (0.0, 14.0)):
+        life = begin(chunks)
+        clock.seconds += seconds
+        life.chunk = SimpleNamespace(name="c", num_rows=1, counts=Counts())
+        chunks._collect()
+        assert chunks._opening_seconds == expected
+        chunks.open.clear()
 
 
 def test_an_idle_engine_has_rows_as_soon_as_their_chunk_is_open(
