@@ -112,6 +112,17 @@ def test_several_chunks_of_a_repair_are_opened_at_once(clock):
     assert len(chunks._lives) == chunks._limits.max_openings > 1
 
 
+def test_answers_take_room_on_the_disk_as_chunks_do(clock):
+    ref = ChunkRef("c", "", "c", rows=9, rows_to_do=9)
+    for num_bytes, num_lives in ((1 << 50, 0), (0, 1)):
+        ring = Mock(tick=Mock(return_value=set()), next=Mock(side_effect=[ref, None]))
+        chunks = chunks_of(clock, ring=ring, background=Mock(submit=lambda _work: Future()))
+        sizes = {"local": Mock(size_bytes=0), "spool": Mock(size_bytes=num_bytes)}
+        chunks.open["d"] = SimpleNamespace(num_unread=0, **sizes)
+        chunks.tick(0, 256)
+        assert len(chunks._lives) == num_lives
+
+
 def test_one_slow_opening_lets_the_next_chunks_be_opened_sooner_at_once(clock):
     """The engine would be idle until the mean had risen, too."""
     chunks = chunks_of(clock)
