@@ -242,6 +242,13 @@ def test_a_refused_key_or_account_ends_the_engine_and_is_repeated_nowhere(endpoi
     assert endpoint.headers[0]["authorization"] == f"Bearer {KEY}"
 
 
+@pytest.mark.parametrize("field", ["code", "type"])
+def test_an_account_that_has_nothing_left_is_no_server_that_is_busy(field):
+    said = json.dumps({"error": {"message": "m", field: "insufficient_quota"}}).encode()
+    assert judge(call(0), 429, said)[1] == "denied"
+    assert judge(call(0), 429, b"{}")[1] == "busy"
+
+
 def test_a_row_that_is_forbidden_before_any_is_answered_fails_alone(endpoint, reach):
     async def slowly(request):
         await asyncio.sleep(0.1)
