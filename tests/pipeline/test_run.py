@@ -278,3 +278,10 @@ def test_too_many_failed_rows_stay_too_many_until_they_are_allowed_or_answered_a
     assert len(answers(dest)) == 60
     assert run(source, "-o", dest, "--max-error-rate", 1, "--retry-errors") == 0
     assert run.result["worker"]["request_count"] == 30
+
+
+def test_fewer_failed_rows_than_min_errors_are_never_too_many(run, tmp_path, dest):
+    half = [{"prompt": "x" if index % 2 else None} for index in range(60)]
+    source = write_lines(tmp_path / "rows.jsonl", half)
+    assert run(source, "-o", dest, "--max-error-rate", 0.1, "--min-errors", 31) == 0
+    assert run.result["rows_error"] == 30
