@@ -428,12 +428,15 @@ def test_of_two_launches_at_once_at_most_one_starts_workers(job, call, monkeypat
     assert not states()
 
 
-def test_workers_that_are_submitted_while_the_run_is_stopped_are_cancelled(job, call, monkeypatch):
+@pytest.mark.parametrize("options", [["--cancel"], []])
+def test_workers_that_are_submitted_while_the_run_is_stopped_are_cancelled(
+    job, call, monkeypatch, options
+):
     """`stop --cancel` may look for them before they are there."""
     submit = slurm.submit
 
     def after_stop(plan: Plan) -> None:
-        assert main.main(["stop", plan.run, "--cancel"]) == 0
+        assert main.main(["stop", plan.run, *options]) == 0
         submit(plan)
 
     monkeypatch.setattr(slurm, "submit", after_stop)
