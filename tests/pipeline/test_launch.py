@@ -231,6 +231,14 @@ def test_a_watch_ends_when_its_workers_stop_by_a_rule(job, call):
     assert len(states()) == 2
 
 
+def test_no_lost_worker_is_started_again_while_the_run_stops():
+    limits = {"max_cost": None, "max_hours": None}
+    made = Mock(_options=limits, _began=0.0, _num_manifests=9, **{"_clock.now.return_value": 0.0})
+    for state, expected in (("running", ["w"]), ("stopping", [])):
+        seen = Mock(state=state, launches=[Mock(lost=["w"])])
+        assert launch.Launch._restartable(made, seen) == expected
+
+
 @pytest.mark.usefixtures("queued")
 def test_a_watch_ends_when_the_run_is_stopped_although_a_worker_is_still_to_come(job, call):
     run = job / "runs/a"
