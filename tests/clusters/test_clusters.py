@@ -248,9 +248,10 @@ def test_any_option_of_slurm_is_a_line_of_the_script_but_no_more_and_not_its_nam
 
 
 def test_slurm_is_asked_by_the_launchs_name(clients):
-    fake_client(clients, "sacct", "echo '4711_0|COMPLETED|0:0'; echo '4711_1|CANCELLED by 5|0:15'")
+    fake_client(clients, "sacct", "echo '4711_0|COMPLETED|0:0'; echo '4711_1|RUNNING|0:0'")
     waiting, lost = "4711_[2,4-5%2]|PENDING|Resources", "4711_6|NODE_FAIL|None"
-    fake_client(clients, "squeue", f"echo '{waiting}'; echo '{lost}'")
+    now = "4711_1|CANCELLED by 5|0:15"  # sacct may still have an older state
+    fake_client(clients, "squeue", f"echo '{waiting}'; echo '{lost}'; echo '{now}'")
     cluster = find_cluster("slurm")
     assert cluster.look(NAME, "") == {
         0: Fate("ended", "COMPLETED 0:0"),
@@ -263,7 +264,7 @@ def test_slurm_is_asked_by_the_launchs_name(clients):
         assert {f"--name={NAME}", option} <= set(calls(clients, client)[0].split())
     assert "--me" not in calls(clients, "squeue")[0]
     fake_client(clients, "sacct", "exit 1")
-    assert set(cluster.look(NAME, "")) == {2, 4, 5, 6}
+    assert set(cluster.look(NAME, "")) == {1, 2, 4, 5, 6}
 
 
 # --------------------------------------------------------------------------- Kubernetes
