@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from batchinfer.check import estimate
 from batchinfer.check.machine import Machine, problems_of
 from batchinfer.check.model import has_chat_template, memory_on
 from batchinfer.core.errors import ConfigError
@@ -82,6 +83,13 @@ def test_some_bad_rows_are_a_warning_and_bad_rows_alone_an_error(check, tmp_path
     assert "1 of 10 sample rows" in messages(done.result, "warning")[0]
     source.write_text('{"prompt": null}\n')
     assert check(str(source), *ECHO).status == 2
+
+
+def test_an_estimate_counts_the_load_of_the_model_that_was_measured(monkeypatch):
+    measured = {"rate": 1.0, "load_seconds": 1200.0, "accelerator": "L4", "gpus": 1}
+    monkeypatch.setattr(estimate, "measure_run", lambda _: measured)
+    found = estimate.estimate(3600, {"rate_from": "run", "workers": 2})["estimate"]
+    assert found["worker_hours"] == pytest.approx(1 + 2 * (estimate.START_SECONDS + 1200) / 3600)
 
 
 def test_lengths_are_those_of_the_rows_and_a_row_that_just_fits_is_no_problem(check, tmp_path):
