@@ -255,9 +255,10 @@ def test_a_start_whose_rows_all_fail_succeeds_if_the_run_has_answers(tmp_path):
     assert again["status"] == "SUCCESS"
 
 
-def test_a_worker_id_that_could_leave_its_folder_is_refused(job):
+@pytest.mark.parametrize("name", ["../evil", "w0.stats"])
+def test_a_worker_id_that_could_leave_its_folder_or_meet_statistics_is_refused(job, name):
     with pytest.raises(InputError, match="worker id"):
-        run_worker_here(job, f"{job}/runs/a", "--worker-id", "../evil")
+        run_worker_here(job, f"{job}/runs/a", "--worker-id", name)
 
 
 def test_tasks_whose_long_names_begin_alike_have_workers_of_their_own():
