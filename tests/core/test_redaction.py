@@ -2,6 +2,7 @@
 
 import pytest
 
+from batchinfer.core.errors import ConfigError
 from batchinfer.core.redaction import has_user, redact
 
 
@@ -24,6 +25,12 @@ from batchinfer.core.redaction import has_user, redact
 def test_secrets_of_urls_are_masked(text, shown):
     assert redact(text) == shown
     assert redact(shown) == shown
+
+
+def test_neither_message_nor_hint_of_an_error_repeats_a_secret():
+    error = ConfigError("s3://id:SECRET@b: no", hint="did you mean http://h?token=SECRET")
+    assert (error.message, error.hint) == ("s3://…@b: no", "did you mean http://h?token=…")
+    assert "SECRET" not in str(error) + "".join(error.__notes__)
 
 
 @pytest.mark.parametrize(
