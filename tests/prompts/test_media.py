@@ -211,6 +211,8 @@ def test_a_column_of_sounds_is_transcribed():
     options["body"] = body
     fetched = prepare({"a": "s3://b/a.wav"}, **options)
     assert named(fetched) == [("s3://b/a.wav", "audio")]
+    linked = prepare({"a": "https://h/a.wav"}, rules=FETCHES, **options)
+    assert named(linked) == [("https://h/a.wav", "audio")], "a form holds the sound itself"
     inline = prepare({"a": {"bytes": as_base64(WAVE)}}, **options)
     assert inline.path == "/v1/audio/transcriptions"
     assert finish_call(fetched, [WAVE]).call == inline.call
