@@ -205,6 +205,7 @@ def form_of(prepared: Prepared) -> dict[str, bytes]:
 
 def test_a_column_of_sounds_is_transcribed():
     body = {"language": "en", "max_tokens": 5, "temperature": 0.5, "vllm_xargs": {"a": 1}}
+    body["prompt"] = None  # is not the text null
     options: dict[str, Any] = {"task": "transcribe", "columns": {"audio": ["a"]}, "seed": 7}
     plain = prepare({"a": as_data_url(WAVE)}, **options)
     assert "seed" not in form_of(plain), "without a temperature nothing is drawn"
