@@ -210,6 +210,15 @@ def test_the_longest_wait_that_was_asked_for_counts():
     assert target.pause_seconds > 50
 
 
+def test_an_endpoint_that_needs_no_proxy_is_asked_without(monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://proxy:3128")
+    monkeypatch.setenv("NO_PROXY", "own.example")
+    config = EngineConfig(engine="openai", model="m")
+    hosts = ("own.example", "other.example")
+    found = [endpoints.Endpoint(f"http://{host}/v1", config).proxy for host in hosts]
+    assert found == [None, "http://proxy:3128"]
+
+
 def test_a_slow_endpoint_is_no_outage(endpoint, reach):
     endpoint.delay_seconds = 1.0
     assert failed(reach(endpoint, stall_seconds=0.3), calls(20)) == {}
