@@ -210,6 +210,15 @@ def test_the_longest_wait_that_was_asked_for_counts():
     assert target.pause_seconds > 50
 
 
+def test_an_endpoint_that_pauses_or_is_not_there_yet_has_no_room():
+    target = targets.Target("t", "http://127.0.0.1:9", 2)
+    assert target.free_slots == 0
+    target.is_ready = True
+    assert target.free_slots == 2
+    target.pause(60.0)
+    assert target.free_slots == 0
+
+
 def test_an_endpoint_that_needs_no_proxy_is_asked_without(monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://proxy:3128")
     monkeypatch.setenv("NO_PROXY", "own.example")
