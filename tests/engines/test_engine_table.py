@@ -108,6 +108,8 @@ L4 = Gpu(id="0", name="NVIDIA L4", total_bytes=24 << 30)
 def test_steps_are_as_large_as_those_of_one_big_generate(gpu, length, options, expected):
     model = ModelInfo(identity="", max_model_len=length)
     assert batch_sizes(EngineConfig(model="m", **options), model, gpu) == expected
+    images = ModelInfo(identity="", max_model_len=length, is_multimodal=True)  # one may be longer
+    assert batch_sizes(EngineConfig(model="m", **options), images, gpu) == (expected[0], 0)
 
 
 def test_a_schema_that_holds_itself_has_its_fields():
