@@ -41,6 +41,7 @@ def test_a_folder_is_described_from_its_config_and_file_sizes(tmp_path):
     ("config", "field", "expected"),
     [
         ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, "kv_bytes_per_token", 32 * 576 * 2),
+        ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, "num_kv_heads", 1),
         ({"text_config": {"max_position_embeddings": 77}}, "max_model_len", 77),
         ({"vision_config": {}}, "is_multimodal", True),
     ],
