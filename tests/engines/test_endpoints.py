@@ -228,6 +228,14 @@ def test_an_endpoint_that_needs_no_proxy_is_asked_without(monkeypatch):
     assert found == [None, "http://proxy:3128"]
 
 
+def test_no_row_is_sent_on_to_where_an_endpoint_redirects(endpoint, engine):
+    with fake_endpoint() as other:
+        elsewhere = reply(307, "", "text/html", Location=f"{other.url}/completions")
+        endpoint.rule = lambda *_: [elsewhere]
+        assert failed(engine, calls(1)) == {}
+        assert other.bodies == []
+
+
 def test_a_slow_endpoint_is_no_outage(endpoint, reach):
     endpoint.delay_seconds = 1.0
     assert failed(reach(endpoint, stall_seconds=0.3), calls(20)) == {}
