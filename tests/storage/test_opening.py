@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 
 from batchinfer.core.errors import InputError
+from batchinfer.storage.bucket_files import BucketFiles
 from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import is_inside, open_store
 
@@ -38,6 +39,14 @@ def test_a_place_behind_a_link_is_inside_the_folder_that_the_link_names(tmp_path
     (tmp_path / "link").symlink_to("work")
     assert is_inside(f"{tmp_path}/link/a.parquet", f"{tmp_path}/work")
     assert not is_inside(f"{tmp_path}/work2", f"{tmp_path}/work")
+
+
+def test_a_folder_of_a_bucket_is_not_there_because_another_ones_name_begins_so(memory_url):
+    open_store(memory_url).create("data2/x.jsonl", b"{}")
+    files, bucket = BucketFiles(open_store(memory_url)), memory_url.partition("://")[2]
+    assert files.info(f"{bucket}/data2") == {"type": "directory"}
+    with pytest.raises(FileNotFoundError):
+        files.info(f"{bucket}/data")
 
 
 @pytest.mark.parametrize(
