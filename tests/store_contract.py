@@ -130,6 +130,7 @@ class StoreContract:
                 there[1:3],
                 (there.bytes, there.etag.split(";")[0]),
             ]
+            assert found.is_version(there.etag)
 
     def test_delete_takes_many_and_forgives_absent_ones(self, store):
         for index in range(5):

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from batchinfer.check import estimate
 from batchinfer.check.machine import Machine, problems_of
 from batchinfer.check.model import has_chat_template, memory_on
 from batchinfer.core.errors import ConfigError
@@ -16,7 +17,7 @@ from batchinfer.engines.gpus import Gpu
 from batchinfer.engines.models import ModelInfo
 from batchinfer.storage.opening import open_store
 from echo_server import fake_endpoint
-from making import make_job, run_worker_here
+from making import make_job, run_worker_here, write_lines
 from models import DEMO_MODEL
 
 MODEL = str(DEMO_MODEL)
@@ -82,6 +83,23 @@ def test_some_bad_rows_are_a_warning_and_bad_rows_alone_an_error(check, tmp_path
     assert "1 of 10 sample rows" in messages(done.result, "warning")[0]
     source.write_text('{"prompt": null}\n')
     assert check(str(source), *ECHO).status == 2
+
+
+def test_an_estimate_counts_the_load_of_the_model_that_was_measured(monkeypatch):
+    measured = {"rate": 1.0, "load_seconds": 1200.0, "accelerator": "L4", "gpus": 1}
+    monkeypatch.setattr(estimate, "measure_run", lambda _: measured)
+    found = estimate.estimate(3600, {"rate_from": "run", "workers": 2})["estimate"]
+    assert found["worker_hours"] == pytest.approx(1 + 2 * (estimate.START_SECONDS + 1200) / 3600)
+
+
+def test_lengths_are_those_of_the_rows_and_a_row_that_just_fits_is_no_problem(check, tmp_path):
+    rows = [{"prompt": "x" * 7 * number} for number in range(1, 21)]  # of 2, 4 … 40 tokens
+    source = write_lines(tmp_path / "rows.jsonl", rows)
+    fits = check(str(source), *ECHO, "--max-tokens", "10", "--max-model-len", "50")
+    assert (fits.result["lengths"]["p95"], fits.result["lengths"]["longest"]) == (38, 40)
+    assert messages(fits.result, "warning") == []
+    cut = check(str(source), *ECHO, "--max-tokens", "11", "--max-model-len", "50")
+    assert messages(cut.result, "warning")[0].startswith("1 of 20 sample rows")
 
 
 @pytest.mark.full

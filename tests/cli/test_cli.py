@@ -1,11 +1,14 @@
 """The command line as a user meets it: its exit status, whatever becomes of its streams and whoever interrupts it."""
 
+import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from batchinfer.cli.logs import JsonFormatter
 from making import make_job, python, run_process, worker_arguments
 
 ENTRIES = ["batchinfer", "batchinfer.split", "batchinfer.worker"]
@@ -29,6 +32,14 @@ def test_little_is_imported_before_a_sigterm_is_noticed():
     command = [sys.executable, "-I", "-S", "-c", code, Path(__file__).parents[2]]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+def test_a_log_of_json_holds_neither_secrets_nor_control_characters():
+    said = {"msg": "http://me:SECRET@host \x9b31m", "fields": {"url": "s3://id:SECRET@b \u202e"}}
+    line = JsonFormatter().format(logging.makeLogRecord(said))
+    assert line.isprintable()
+    assert "SECRET" not in line
+    assert json.loads(line)["message"] == "http://…@host \\x9b31m"
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])

@@ -107,6 +107,8 @@ def test_secrets_are_found_however_deep_and_counts_of_tokens_are_none():
         "a": [{"api_key": "(secret)"}],
         "url": "s3://…@b/c",
     }
+    words = ["HF_TOKEN=x", "--api-key=x", "--name", "a=b"]
+    assert without_secrets(words) == ["HF_TOKEN=(secret)", "--api-key=(secret)", "--name", "a=b"]
     assert not any(map(is_secret, ("max_tokens", "tokenizer", "stop_token_ids", "echo-tokens")))
     assert all(map(is_secret, ("HF_TOKEN", "hf-token", "aws_secret_access_key", "password")))
 

@@ -248,9 +248,10 @@ def test_any_option_of_slurm_is_a_line_of_the_script_but_no_more_and_not_its_nam
 
 
 def test_slurm_is_asked_by_the_launchs_name(clients):
-    fake_client(clients, "sacct", "echo '4711_0|COMPLETED|0:0'; echo '4711_1|CANCELLED by 5|0:15'")
+    fake_client(clients, "sacct", "echo '4711_0|COMPLETED|0:0'; echo '4711_1|RUNNING|0:0'")
     waiting, lost = "4711_[2,4-5%2]|PENDING|Resources", "4711_6|NODE_FAIL|None"
-    fake_client(clients, "squeue", f"echo '{waiting}'; echo '{lost}'")
+    now = "4711_1|CANCELLED by 5|0:15"  # sacct may still have an older state
+    fake_client(clients, "squeue", f"echo '{waiting}'; echo '{lost}'; echo '{now}'")
     cluster = find_cluster("slurm")
     assert cluster.look(NAME, "") == {
         0: Fate("ended", "COMPLETED 0:0"),
@@ -263,7 +264,7 @@ def test_slurm_is_asked_by_the_launchs_name(clients):
         assert {f"--name={NAME}", option} <= set(calls(clients, client)[0].split())
     assert "--me" not in calls(clients, "squeue")[0]
     fake_client(clients, "sacct", "exit 1")
-    assert set(cluster.look(NAME, "")) == {2, 4, 5, 6}
+    assert set(cluster.look(NAME, "")) == {1, 2, 4, 5, 6}
 
 
 # --------------------------------------------------------------------------- Kubernetes
@@ -392,3 +393,11 @@ def test_jobs_of_skypilot_are_found_by_their_whole_name(clients):
     fake_client(clients, "sky", "echo No jobs.")
     with pytest.raises(ConfigError, match="has not answered with a list"):
         find_cluster("skypilot").look(NAME, "")
+
+
+def test_only_jobs_of_skypilot_that_have_not_ended_are_cancelled(clients):
+    ended = {"job_id": 7, "status": "SUCCEEDED", "job_name": NAME, "end_at": 1.5}
+    jobs = [ended, {"job_id": 8, "status": "RUNNING", "job_name": NAME, "end_at": None}]
+    fake_client(clients, "sky", f"echo {shlex.quote(json.dumps(jobs, indent=2))}")
+    find_cluster("skypilot").cancel(NAME, "")
+    assert calls(clients, "sky")[1] == "jobs cancel -y -- 8"

@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from batchinfer.core import prices
-from batchinfer.core.prices import Machine, _table, price_of
+from batchinfer.core.prices import Machine, _table, accelerator_name, price_of
 
 L4 = Machine(cloud="aws", region="us-east-1", accelerator="L4", gpus=1, is_spot=False)
 
@@ -36,6 +36,16 @@ def test_every_price_of_the_table_is_a_price_and_others_are_not_known():
         assert one.source == "list prices of 2025-06, check yours"
     for name in ("", "X9000"):
         assert price_of(replace(L4, accelerator=name)) is None
+
+
+def test_a_machine_whose_gpus_were_not_counted_costs_no_less_than_one_gpu():
+    """With a price of nothing, --max-cost would never end a worker."""
+    assert price_of(replace(L4, gpus=0)) == price_of(L4)
+
+
+def test_the_memory_is_in_the_name_of_those_gpus_alone_that_have_two_sizes():
+    names = ("NVIDIA A100-SXM4-80GB", "NVIDIA A100-SXM4-40GB", "NVIDIA H100 80GB HBM3")
+    assert [accelerator_name(each) for each in names] == ["A100-80GB", "A100", "H100"]
 
 
 def test_skypilots_catalog_is_read_where_it_lies(catalogs):

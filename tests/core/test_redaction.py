@@ -2,6 +2,7 @@
 
 import pytest
 
+from batchinfer.core.errors import ConfigError
 from batchinfer.core.redaction import has_user, redact
 
 
@@ -14,6 +15,7 @@ from batchinfer.core.redaction import has_user, redact
         ("a http://me:SECRET@host:8080/x, b", "a http://…@host:8080/x, b"),
         ("https:/host/x?token=SECRET", "https:/host/x?token=…"),
         ("(https://host/x?SECRET)", "(https://host/x?…)"),
+        ("HTTPS://host/x?token=SECRET", "HTTPS://host/x?token=…"),
         ('"https://host/x?"}],"max_tokens":5}', '"https://host/x?"}],"max_tokens":5}'),
         ('https://host/x?q="a"&sig=SECRET', "https://host/x?q=…&sig=…"),
         ('{"a":"https://host/x?k=SECRET","b":5}', '{"a":"https://host/x?k=…","b":5}'),
@@ -23,6 +25,12 @@ from batchinfer.core.redaction import has_user, redact
 def test_secrets_of_urls_are_masked(text, shown):
     assert redact(text) == shown
     assert redact(shown) == shown
+
+
+def test_neither_message_nor_hint_of_an_error_repeats_a_secret():
+    error = ConfigError("s3://id:SECRET@b: no", hint="did you mean http://h?token=SECRET")
+    assert (error.message, error.hint) == ("s3://…@b: no", "did you mean http://h?token=…")
+    assert "SECRET" not in str(error) + "".join(error.__notes__)
 
 
 @pytest.mark.parametrize(

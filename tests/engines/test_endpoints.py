@@ -202,6 +202,40 @@ def test_an_endpoint_that_wants_to_be_asked_at_once_is_left_alone(endpoint, reac
         assert len(busy.bodies) < 200
 
 
+def test_the_longest_wait_that_was_asked_for_counts():
+    """Calls that were on their way bring shorter ones later."""
+    target = targets.Target("t", "http://127.0.0.1:9", 2)
+    target.pause(60.0)
+    target.pause(1.0)
+    assert target.pause_seconds > 50
+
+
+def test_an_endpoint_that_pauses_or_is_not_there_yet_has_no_room():
+    target = targets.Target("t", "http://127.0.0.1:9", 2)
+    assert target.free_slots == 0
+    target.is_ready = True
+    assert target.free_slots == 2
+    target.pause(60.0)
+    assert target.free_slots == 0
+
+
+def test_an_endpoint_that_needs_no_proxy_is_asked_without(monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://proxy:3128")
+    monkeypatch.setenv("NO_PROXY", "own.example")
+    config = EngineConfig(engine="openai", model="m")
+    hosts = ("own.example", "other.example")
+    found = [endpoints.Endpoint(f"http://{host}/v1", config).proxy for host in hosts]
+    assert found == [None, "http://proxy:3128"]
+
+
+def test_no_row_is_sent_on_to_where_an_endpoint_redirects(endpoint, engine):
+    with fake_endpoint() as other:
+        elsewhere = reply(307, "", "text/html", Location=f"{other.url}/completions")
+        endpoint.rule = lambda *_: [elsewhere]
+        assert failed(engine, calls(1)) == {}
+        assert other.bodies == []
+
+
 def test_a_slow_endpoint_is_no_outage(endpoint, reach):
     endpoint.delay_seconds = 1.0
     assert failed(reach(endpoint, stall_seconds=0.3), calls(20)) == {}
@@ -232,6 +266,13 @@ def test_a_refused_key_or_account_ends_the_engine_and_is_repeated_nowhere(endpoi
     assert caught.value.exit_status == 2
     assert KEY not in str(caught.value) + caught.value.hint
     assert endpoint.headers[0]["authorization"] == f"Bearer {KEY}"
+
+
+@pytest.mark.parametrize("field", ["code", "type"])
+def test_an_account_that_has_nothing_left_is_no_server_that_is_busy(field):
+    said = json.dumps({"error": {"message": "m", field: "insufficient_quota"}}).encode()
+    assert judge(call(0), 429, said)[1] == "denied"
+    assert judge(call(0), 429, b"{}")[1] == "busy"
 
 
 def test_a_row_that_is_forbidden_before_any_is_answered_fails_alone(endpoint, reach):

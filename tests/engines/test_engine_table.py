@@ -81,6 +81,12 @@ def test_on_a_cpu_it_takes_little_memory_and_splits_no_prompt(monkeypatch):
     assert {"--no-enable-chunked-prefill", "--enforce-eager"} <= {*found}
 
 
+def test_a_tokenizer_of_another_repository_is_not_looked_for_at_the_models_commit(monkeypatch):
+    found = command(monkeypatch, "--tokenizer", "org/other", revision="abc")
+    assert value_of(found, "--tokenizer-revision") == "main"
+    assert value_of(command(monkeypatch, revision="abc"), "--tokenizer-revision") is None
+
+
 def test_a_pooling_model_is_said_to_vllm(monkeypatch):
     found = command(monkeypatch, task="embed")
     assert value_of(found, "--runner") == "pooling"
@@ -108,6 +114,8 @@ L4 = Gpu(id="0", name="NVIDIA L4", total_bytes=24 << 30)
 def test_steps_are_as_large_as_those_of_one_big_generate(gpu, length, options, expected):
     model = ModelInfo(identity="", max_model_len=length)
     assert batch_sizes(EngineConfig(model="m", **options), model, gpu) == expected
+    images = ModelInfo(identity="", max_model_len=length, is_multimodal=True)  # one may be longer
+    assert batch_sizes(EngineConfig(model="m", **options), images, gpu) == (expected[0], 0)
 
 
 def test_a_schema_that_holds_itself_has_its_fields():

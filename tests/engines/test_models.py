@@ -41,6 +41,7 @@ def test_a_folder_is_described_from_its_config_and_file_sizes(tmp_path):
     ("config", "field", "expected"),
     [
         ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, "kv_bytes_per_token", 32 * 576 * 2),
+        ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, "num_kv_heads", 1),
         ({"text_config": {"max_position_embeddings": 77}}, "max_model_len", 77),
         ({"vision_config": {}}, "is_multimodal", True),
     ],
@@ -138,6 +139,7 @@ LOADING = [
     (LocalEntryNotFoundError("not here"), False, None),
     (LocalEntryNotFoundError("not here"), True, 2),
     (_caused(OSError("no config"), ConnectionError("reset")), False, None),
+    (_caused(OSError("no config"), _answered(429)), False, None),
     (_caused(OSError("no config"), _answered(404)), False, 2),
     (ValueError("max_model_len"), False, 2),
 ]
@@ -154,6 +156,18 @@ def test_a_failure_of_the_hub_while_vllm_loads_may_pass(monkeypatch, error, is_o
     with pytest.raises(SystemExit if status else type(error)) as caught:
         vllm_serve.main()
     assert getattr(caught.value, "code", None) == status
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], ("m", "r")),
+        (["--tokenizer", "t"], ("t", None)),
+        (["--tokenizer", "t", "--tokenizer-revision", "x"], ("t", "x")),
+    ],
+)
+def test_the_models_revision_is_none_of_another_repositorys_tokenizer(words, expected):
+    assert EngineConfig(model="m", revision="r", server_args=words).tokenizer == expected
 
 
 # --------------------------------------------------------------------------- buckets

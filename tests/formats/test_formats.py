@@ -233,6 +233,13 @@ def test_the_most_likely_answers_to_each_prompt_are_kept(is_chat, keeps_logprobs
     assert msgspec.json.decode(line_of(found))["body"]["choices"] == expected
 
 
+def test_an_answer_without_log_probabilities_is_not_taken_for_the_best():
+    choices = [{"index": 0, "logprobs": None}, {"index": 1, "logprobs": {"token_logprobs": [-9.0]}}]
+    found = encoded({"choices": choices}, best_of=BestOf(n=1, asked=2, keeps_logprobs=True))
+    [kept] = msgspec.json.decode(line_of(found))["body"]["choices"]
+    assert kept["logprobs"] == {"token_logprobs": [-9.0]}
+
+
 # ------------------------------------------------------------------ what an answer says
 
 

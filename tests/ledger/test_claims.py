@@ -98,6 +98,18 @@ def test_a_claim_that_cannot_be_read_keeps_nobody_from_its_chunk(store, clock, d
     assert codec.decode(store.get(key).data, Claim, name=key).worker == "a"
 
 
+def test_a_claim_holds_for_the_longer_lease_of_the_two_workers(store, clock):
+    patient = Lease(store, "b", clock, lease_seconds=600, nonce="n")
+    patient.take(lambda _: worker_record())
+    taken(Claims(store, patient, clock).take("part-00000"))
+    claims, _ = claims_of(store, "a", clock)
+    for seconds in (0, 130, 460):
+        clock.seconds += seconds
+        assert isinstance(claims.take("part-00000"), Held)
+    clock.seconds += 20
+    taken(claims.take("part-00000"))
+
+
 def test_a_heartbeat_while_a_newer_start_is_noticed_leaves_its_record(store, clock, monkeypatch):
     """Threads of chunks look at the record, too, and a heartbeat may come between reading and comparing."""
     old, new = take_lease(store, "a", clock), take_lease(store, "a", clock)

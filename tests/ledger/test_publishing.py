@@ -8,9 +8,11 @@ import pytest
 
 from batchinfer.core import layout
 from batchinfer.core.errors import AccessDenied, PreconditionFailed, StorageError
+from batchinfer.core.records import Worker
 from batchinfer.ledger import publishing
+from batchinfer.ledger.own_record import OwnRecord
 from batchinfer.ledger.publishing import Published, build_output
-from fakes import HeldLease, MemoryStore, marker_record, meanwhile
+from fakes import HeldLease, MemoryStore, marker_record, meanwhile, worker_record
 from making import read_marker
 
 CHUNK = "part-00000"
@@ -36,6 +38,14 @@ def test_a_store_that_refuses_every_write_is_no_endless_loop(store, tmp_path, mo
     monkeypatch.setattr(store, "replace", Mock(side_effect=PreconditionFailed("never")))
     with pytest.raises(StorageError, match=r"part-00000\.succeed: the store keeps refusing"):
         publish(store, tmp_path)
+
+
+def test_an_own_record_that_something_else_has_written_is_written_over(store):
+    one, other = (OwnRecord(store, "workers/a.json", Worker) for _ in "ab")
+    assert one.write(worker_record(id="first"))
+    for own, name in ((other, "second"), (one, "third")):
+        own.overwrite(worker_record(id=name))
+        assert own.look()[0].id == name
 
 
 @pytest.mark.parametrize("error", [StorageError("away"), AccessDenied("no permission to delete")])

@@ -10,8 +10,9 @@ from batchinfer.core import codec, layout
 from batchinfer.core.errors import InputError
 from batchinfer.core.records import Run
 from batchinfer.ledger.runs import find_job, job_places, join_run, read_run
+from batchinfer.ledger.spending import machine_of
 from batchinfer.storage.opening import open_store
-from fakes import MemoryStore
+from fakes import MemoryStore, worker_record
 from making import make_job, overwrite
 
 CONFIG = {"model": "m", "sampling": {"temperature": 0.5}, "dtype": "bfloat16"}
@@ -27,6 +28,14 @@ def test_the_first_worker_writes_it_and_others_read_it_though_what_is_only_recor
         assert join_run(store, dict(reversed(CONFIG.items())), other, nonce="b") == first
     assert "0.32.0" in caplog.text
     assert "H100" not in caplog.text
+
+
+def test_a_worker_pays_for_the_gpus_of_all_replicas_and_all_their_parts(store):
+    parts = {"tensor_parallel_size": 2, "pipeline_parallel_size": 3}
+    run = join_run(store, CONFIG, parts, nonce="a")
+    record = worker_record(engine={"device": "NVIDIA L4", "num_replicas": 4})
+    assert machine_of(record, run).gpus == 24
+    assert machine_of(record).gpus == 4
 
 
 def edit(store: MemoryStore, change: Callable[[dict[str, Any]], None]) -> None:

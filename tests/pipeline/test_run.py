@@ -62,6 +62,13 @@ def test_every_row_has_its_answer_and_the_sources_columns(run, rows, tmp_path):
     assert table["n"] == list(range(60))
 
 
+def test_columns_that_are_asked_for_later_are_joined_to_the_answers(run, rows, tmp_path):
+    dest = tmp_path / "a.parquet"
+    assert run(rows, "-o", dest) == 0
+    assert run(rows, "-o", dest, "--with-source") == 0
+    assert pq.read_table(dest)["n"].to_pylist() == list(range(60))
+
+
 TALK = [{"role": "user", "content": "hi"}]
 REQUEST = {
     "custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": TALK},
@@ -86,11 +93,12 @@ def test_where_the_prompt_is_is_found_and_named(run, tmp_path, dest, row, said):
 # --------------------------------------------------------------------------- pipes
 
 
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
 @pytest.mark.parametrize("given", ["one\ntwo\n", '{"prompt": "one"}\n{"prompt": "two"}\n'])
-def test_from_standard_input_to_standard_output(tmp_path, given):
+def test_from_standard_input_to_standard_output(tmp_path, given, mark):
     done = subprocess.run(
         [sys.executable, "-m", "batchinfer", "run", "-", "-o", "-", "--engine", "echo"],
-        input=given, capture_output=True, text=True, cwd=tmp_path,
+        input=mark + given, capture_output=True, text=True, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert [json.loads(line)["text"] for line in done.stdout.splitlines()] == ["one", "two"]
@@ -270,3 +278,10 @@ def test_too_many_failed_rows_stay_too_many_until_they_are_allowed_or_answered_a
     assert len(answers(dest)) == 60
     assert run(source, "-o", dest, "--max-error-rate", 1, "--retry-errors") == 0
     assert run.result["worker"]["request_count"] == 30
+
+
+def test_fewer_failed_rows_than_min_errors_are_never_too_many(run, tmp_path, dest):
+    half = [{"prompt": "x" if index % 2 else None} for index in range(60)]
+    source = write_lines(tmp_path / "rows.jsonl", half)
+    assert run(source, "-o", dest, "--max-error-rate", 0.1, "--min-errors", 31) == 0
+    assert run.result["rows_error"] == 30

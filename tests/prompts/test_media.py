@@ -205,12 +205,15 @@ def form_of(prepared: Prepared) -> dict[str, bytes]:
 
 def test_a_column_of_sounds_is_transcribed():
     body = {"language": "en", "max_tokens": 5, "temperature": 0.5, "vllm_xargs": {"a": 1}}
+    body["prompt"] = None  # is not the text null
     options: dict[str, Any] = {"task": "transcribe", "columns": {"audio": ["a"]}, "seed": 7}
     plain = prepare({"a": as_data_url(WAVE)}, **options)
     assert "seed" not in form_of(plain), "without a temperature nothing is drawn"
     options["body"] = body
     fetched = prepare({"a": "s3://b/a.wav"}, **options)
     assert named(fetched) == [("s3://b/a.wav", "audio")]
+    linked = prepare({"a": "https://h/a.wav"}, rules=FETCHES, **options)
+    assert named(linked) == [("https://h/a.wav", "audio")], "a form holds the sound itself"
     inline = prepare({"a": {"bytes": as_base64(WAVE)}}, **options)
     assert inline.path == "/v1/audio/transcriptions"
     assert finish_call(fetched, [WAVE]).call == inline.call

@@ -177,6 +177,11 @@ def test_turns_choose_how_much_of_a_conversation_is_sent(turns, expected):
     assert contents(chat("s", "u1", "a1", "u2", "a2", "a3"), turns=turns) == expected
 
 
+def test_a_conversation_of_fewer_turns_than_asked_for_ends_with_its_last_user():
+    assert contents(chat("s", "u1", "a1", "t1"), turns=2) == ["s", "u1"]
+    assert contents(chat("s", "u1", "a1", "t1"), turns=0) == ["s", "u1", "a1", "t1"]
+
+
 def test_a_system_prompt_takes_the_place_of_the_conversations_own():
     assert contents(chat("s", "u1"), system_prompt="new") == ["new", "u1"]
     assert contents(chat("u1"), system_prompt="new") == ["new", "u1"]

@@ -48,6 +48,7 @@ def test_a_template_sees_columns_row_and_system_prompt():
     )
     assert text == "a b s |"
     assert render("{{ q | tojson }}", {"q": {"a": "<é>"}}) == '{"a": "<é>"}'
+    assert render("{{ system_prompt }}", {"system_prompt": "own"}, system_prompt="s") == "own"
     assert render("{{ x | default('none') }}") == "none"
     row = {"_row": 7, "_id": "i", "row": "mine", "x": None}
     assert render("{{ _row }} {{ _id }} {{ row.row }}{{ x or '' }}", row) == "7 i mine"

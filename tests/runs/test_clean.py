@@ -66,11 +66,11 @@ def leave(store: Store, worker: str = "gone") -> None:
         store.create(key, codec.encode(Claim(worker=worker, nonce="n")) if is_claim else b"{}\n")
 
 
-def leave_of_the_living(store: Store) -> None:
+def leave_of_the_living(store: Store, nonce: str = "n") -> None:
     """The same of a worker whose record says that it runs."""
     leave(store, worker="w0")
     data, etag = store.get(layout.worker_key("w0"))
-    record = json.loads(data) | {"state": "running", "nonce": "n"}
+    record = json.loads(data) | {"state": "running", "nonce": nonce}
     store.replace(layout.worker_key("w0"), json.dumps(record).encode(), etag)
 
 
@@ -116,6 +116,9 @@ CASES = {
     "what is young": Case(leave, HALF),
     "what is old enough": Case(leave, HALF | {"older_than_seconds": 60}, USELESS),
     "what a live worker has in hand": Case(leave_of_the_living, ANY_AGE),
+    "what an earlier start of a live worker left": Case(
+        lambda store: leave_of_the_living(store, nonce="later"), ANY_AGE, USELESS
+    ),
     "what a worker left that fell silent long ago": Case(leave_of_the_living, {}, USELESS),
     "checkpoints of a repair": Case(begin_repair),
     "an output that the next generation may name": Case(

@@ -124,8 +124,8 @@ def test_the_recent_rate_counts_whole_minutes_on_the_workers_own_clock():
     assert look(LOADING, done=0).eta_seconds is None
 
 
-def test_a_wrong_clock_of_a_worker_or_of_this_machine_changes_no_figure():
-    hours = 5 * 3600.0
+@pytest.mark.parametrize("hours", [5 * 3600.0, -5 * 3600.0])
+def test_a_wrong_clock_of_a_worker_or_of_this_machine_changes_no_figure(hours):
     start, now = NOW - 700 - hours, NOW - hours
     late = minutes(rows=30, until=now)
     wrong = running(started=start, last_start=start, heartbeat=now, minutes=late)

@@ -12,6 +12,7 @@ from batchinfer.core import codec, layout
 from batchinfer.core.clock import Clock
 from batchinfer.core.errors import InputError
 from batchinfer.core.records import Worker
+from batchinfer.ledger.looks import look_at
 from batchinfer.runs.overview import Overview
 from batchinfer.runs.status import RunConfig, render, run_status, watch
 from batchinfer.storage.opening import open_store
@@ -69,6 +70,15 @@ def test_a_run_whose_first_worker_still_loads_has_no_run_json(memory_url):
     assert look(f"{memory_url}/else", job=memory_url).chunks.total == 20
     with pytest.raises(InputError, match="where its job lies"):
         look(f"{memory_url}/else")
+
+
+def test_a_chunk_that_is_done_during_a_look_does_not_vanish_from_it(memory_url):
+    """Its checkpoints go once its marker is there: so these are listed first, and markers after them."""
+    store = in_memory(write_in_memory(memory_url, SMALL))
+    with mock.patch.object(store, "list", wraps=store.list) as listed:
+        look_at(store, in_memory, Clock())
+    prefixes = [call.args[0] for call in listed.mock_calls if call.args]
+    assert prefixes.index(layout.CHECKPOINTS) < prefixes.index(layout.OUTPUTS)
 
 
 # --------------------------------------------------------------------------- the screen

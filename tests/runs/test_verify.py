@@ -120,6 +120,7 @@ FOREIGN: dict[str, Callable[[Store], object]] = {
     "another run": with_marker(fingerprint="f" * 32),
     "another chunk": with_marker(chunk_sha256="0" * 64),
     "another name": with_marker(chunk="chunks/part-00002.jsonl"),
+    "another generation": with_marker(generation=1),
     "another's output": with_marker(output="part-00000.aaaa.jsonl"),
     "an output elsewhere": with_marker(output="../run.json"),
 }

@@ -18,11 +18,12 @@ from unittest.mock import Mock
 import pytest
 from obstore.store import MemoryStore
 
+from batchinfer.core.errors import StorageError
 from batchinfer.storage import Store, bucket, clouds
 from batchinfer.storage.bucket import BucketStore
 from batchinfer.storage.cloud_errors import Cloud
 from batchinfer.storage.opening import open_store
-from batchinfer.storage.retrying import RetryPolicy, TransientError
+from batchinfer.storage.retrying import RetryPolicy, TransientError, retried
 from lossy_proxy import FAULTS, Proxy, Rule
 
 pytestmark = pytest.mark.s3
@@ -193,3 +194,21 @@ def test_a_file_of_any_size_goes_up_in_parts_as_many_as_stores_take(tmp_path):
     part_bytes = client.put.call_args.kwargs["chunk_size"]
     assert bucket.PART_BYTES < part_bytes < 1 << 27
     assert part_bytes * 10_000 >= 1 << 40
+
+
+def test_what_takes_long_to_send_gets_more_time_and_a_record_is_soon_sent_again(tmp_path):
+    (tmp_path / "file").write_bytes(LARGE)
+    quick, patient = (Mock(put=Mock(return_value={"e_tag": '"e"', "version": None})) for _ in "ab")
+    store = BucketStore("s3://bucket", quick, Cloud("S3"), patient=patient)
+    store.put_file("k", tmp_path / "file")
+    store.create("large", LARGE)
+    assert (quick.put.call_count, patient.put.call_count) == (0, 2)
+    store.create("small", SMALL)
+    assert (quick.put.call_count, patient.put.call_count) == (1, 2)
+
+
+def test_a_request_is_not_tried_again_when_its_time_is_over():
+    request = Mock(side_effect=lambda: time.sleep(0.1) or failed())
+    failed = Mock(side_effect=TransientError("away"))
+    with pytest.raises(StorageError, match="after 1 attempt"):
+        retried(RetryPolicy(attempts=3, total_seconds=0.05, first_pause_seconds=0.0), request)

@@ -104,7 +104,7 @@ NO_ANSWERS = {"an empty body": reply(200), "a web page": reply(200, "<html>x</ht
 
 
 @pytest.mark.parametrize("answer", NO_ANSWERS)
-@pytest.mark.parametrize("verb", ["get", "stat", "create", "replace", "delete"])
+@pytest.mark.parametrize("verb", ["get", "stat", "download", "create", "replace", "delete"])
 def test_an_answer_that_no_store_gives_is_no_answer(scripted, verb, answer, tmp_path):
     """A proxy's page is no deletion without failures, and no object; cuts are in test_faults.py."""
     scripted(*[NO_ANSWERS[answer]] * 9)

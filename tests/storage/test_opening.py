@@ -3,8 +3,9 @@ from pathlib import Path
 import pytest
 
 from batchinfer.core.errors import InputError
+from batchinfer.storage.bucket_files import BucketFiles
 from batchinfer.storage.local import LocalStore
-from batchinfer.storage.opening import open_store
+from batchinfer.storage.opening import is_inside, open_store
 
 
 def test_paths_and_file_urls_open_folders(tmp_path, monkeypatch):
@@ -30,6 +31,22 @@ def test_paths_and_file_urls_open_folders(tmp_path, monkeypatch):
 
 def test_a_slash_at_the_end_of_a_url_is_none_of_its_place():
     assert open_store("s3://bucket/job/").url == "s3://bucket/job"
+
+
+def test_a_place_behind_a_link_is_inside_the_folder_that_the_link_names(tmp_path):
+    """DEST would have been written into the work folder, or over a source."""
+    (tmp_path / "work").mkdir()
+    (tmp_path / "link").symlink_to("work")
+    assert is_inside(f"{tmp_path}/link/a.parquet", f"{tmp_path}/work")
+    assert not is_inside(f"{tmp_path}/work2", f"{tmp_path}/work")
+
+
+def test_a_folder_of_a_bucket_is_not_there_because_another_ones_name_begins_so(memory_url):
+    open_store(memory_url).create("data2/x.jsonl", b"{}")
+    files, bucket = BucketFiles(open_store(memory_url)), memory_url.partition("://")[2]
+    assert files.info(f"{bucket}/data2") == {"type": "directory"}
+    with pytest.raises(FileNotFoundError):
+        files.info(f"{bucket}/data")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from batchinfer.core.errors import StorageError
 from batchinfer.worker import command
 from batchinfer.worker.background import Background
-from making import python
+from making import python, wait_for
 
 
 def test_no_work_waits_for_other_work():
@@ -23,6 +23,14 @@ def test_where_no_thread_can_be_started_the_work_fails_as_storage_does(monkeypat
     monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start")))
     with pytest.raises(StorageError, match="can't start"):
         Background().submit(lambda: None).result(30)
+
+
+def test_a_fault_in_one_heartbeat_ends_none_of_the_next(caplog):
+    beat = Mock(side_effect=[KeyError("a bug"), *[None] * 10_000])
+    end = Background().every(0.01, beat)
+    wait_for(lambda: beat.call_count > 2)
+    end()
+    assert "a bug" in caplog.text
 
 
 @pytest.mark.parametrize("hard", [4096, resource.RLIM_INFINITY])

@@ -81,3 +81,26 @@ def test_a_machine_that_was_frozen_after_an_outage_goes_on(store, clock):
         heartbeat.turned()
         heartbeat.beat()
         assert heartbeat._stopper.request.call_count == num_requests
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_a_heartbeat_that_a_freeze_held_up_leaves_the_statistics_of_a_newer_start(
+    store, clock, is_held
+):
+    lease = Mock(worker_id="a", lease_seconds=60.0)
+    lease.renew.return_value, lease.is_held.return_value = True, is_held
+    telemetry = Mock(up_to_date=worker_record, latest=worker_record())
+    Heartbeat(store, lease, telemetry, Mock(), clock).beat()
+    assert [info.key for info in store.list()] == [layout.statistics_key("a")] * is_held
+
+
+def test_an_outage_that_has_passed_does_not_count_for_a_late_heartbeat_hours_later(store, clock):
+    lease = Mock(worker_id="a", lease_seconds=60.0)
+    telemetry = Mock(up_to_date=worker_record, latest=worker_record())
+    heartbeat = Heartbeat(store, lease, telemetry, Mock(), clock)
+    for is_held in (False, False, False, True, False):
+        clock.sleep(7200.0 if is_held else 15.0)
+        lease.renew.return_value = lease.is_held.return_value = is_held
+        heartbeat.turned()
+        heartbeat.beat()
+    heartbeat._stopper.request.assert_not_called()

@@ -6,10 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+from batchinfer.core.counts import Counts
 from batchinfer.core.errors import Interrupted
 from batchinfer.ledger.jobs import ChunkRef
 from batchinfer.worker import chunk_life
 from batchinfer.worker.background import Background, Stopper
+from batchinfer.worker.chunk import Saved
 from batchinfer.worker.chunk_life import Life
 from batchinfer.worker.chunk_opening import open_chunk
 from batchinfer.worker.open_chunks import OpenChunks
@@ -91,6 +93,16 @@ def test_a_worker_whose_first_answers_take_long_leaves_other_chunks_to_others(cl
     assert [each.kwargs["is_hungry"] for each in ring.tick.mock_calls] == [False, True, False]
 
 
+def test_a_death_is_noted_on_storage_with_the_number_of_rows_of_all_chunks():
+    """A later start would take a row for alone in the engine that was only alone of its chunk, and blame it."""
+    chunks = chunks_of(FakeClock())
+    life = begin(chunks)
+    life.chunk = chunks.open["c"] = Mock(saved=Saved())
+    chunks.note_death([("c", 3), ("closed", 0)])
+    assert list(life._notes) == [(1, [3], 2)]
+    life.chunk.note_deaths.assert_called_once_with([3], 2)
+
+
 def test_several_chunks_of_a_repair_are_opened_at_once(clock):
     """Each has few rows left: one at a time, the engine was idle."""
     refs = [ChunkRef(f"c{n}", "", "c", rows=1000, generation=1, base=0) for n in range(9)]
@@ -98,6 +110,29 @@ def test_several_chunks_of_a_repair_are_opened_at_once(clock):
     chunks = chunks_of(clock, ring=ring, background=Mock(submit=lambda _work: Future()))
     chunks.tick(0, 256)
     assert len(chunks._lives) == chunks._limits.max_openings > 1
+
+
+def test_answers_take_room_on_the_disk_as_chunks_do(clock):
+    ref = ChunkRef("c", "", "c", rows=9, rows_to_do=9)
+    for num_bytes, num_lives in ((1 << 50, 0), (0, 1)):
+        ring = Mock(tick=Mock(return_value=set()), next=Mock(side_effect=[ref, None]))
+        chunks = chunks_of(clock, ring=ring, background=Mock(submit=lambda _work: Future()))
+        sizes = {"local": Mock(size_bytes=0), "spool": Mock(size_bytes=num_bytes)}
+        chunks.open["d"] = SimpleNamespace(num_unread=0, **sizes)
+        chunks.tick(0, 256)
+        assert len(chunks._lives) == num_lives
+
+
+def test_one_slow_opening_lets_the_next_chunks_be_opened_sooner_at_once(clock):
+    """The engine would be idle until the mean had risen, too."""
+    chunks = chunks_of(clock)
+    for seconds, expected in ((20.0, 20.0), (0.0, 14.0)):
+        life = begin(chunks)
+        clock.seconds += seconds
+        life.chunk = SimpleNamespace(name="c", num_rows=1, counts=Counts())
+        chunks._collect()
+        assert chunks._opening_seconds == expected
+        chunks.open.clear()
 
 
 def test_an_idle_engine_has_rows_as_soon_as_their_chunk_is_open(

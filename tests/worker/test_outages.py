@@ -1,8 +1,12 @@
 """A store that fails for a while, in scenes over the simulated store: what a worker gives up, and when."""
 
+from typing import Any
+
 import pytest
 
-from batchinfer.core.errors import StorageError
+from batchinfer.core.errors import LeaseLapsed, StorageError
+from batchinfer.ledger.publishing import publish
+from batchinfer.worker import chunk_life
 from batchinfer.worker.worker_config import Limits
 from simulation.oracle import JOB
 from simulation.stage import Stage, when
@@ -44,6 +48,19 @@ def test_a_chunk_that_arrived_damaged_is_fetched_once_more():
         assert "part-00000" in ending.error.message
         assert "sha256" in ending.error.message
         assert len(stage.objects("outputs/")) == 2  # of the other chunk
+
+
+def test_late_heartbeats_during_uploads_give_no_chunk_up(monkeypatch):
+    lapses = iter(range(20))
+
+    def publish_late(*given: Any, **named: Any) -> Any:
+        if next(lapses, None) is not None:
+            raise LeaseLapsed("late")
+        return publish(*given, **named)
+
+    monkeypatch.setattr(chunk_life, "publish", publish_late)
+    with Stage([["a"]]) as stage:
+        assert stage.run(within_seconds=6000.0, limits=IMPATIENT).is_success
 
 
 def test_who_has_given_a_chunk_up_waits_for_none_that_others_hold():

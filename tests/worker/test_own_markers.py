@@ -2,7 +2,9 @@
 
 from unittest import mock
 
+from batchinfer.core import codec, layout
 from batchinfer.ledger.jobs import ChunkRef
+from batchinfer.ledger.survey import newest_markers
 from batchinfer.worker.own_markers import OwnMarkers, to_repair
 from fakes import marker_record
 
@@ -22,6 +24,13 @@ def test_a_repair_that_was_begun_is_brought_to_its_end_before_the_next():
     assert goals(everything | {"a": 1}, "ab") == {"b": (1, 0)}
     assert goals(everything | {"a": 1, "b": 1}, "a") == {"a": (2, 1)}
     assert goals(everything, "") == {}
+
+
+def test_the_tenth_repair_is_later_than_the_ninth_though_its_name_is_listed_before(store):
+    store.create(layout.output_key(layout.output_file("a", "n")), b"{}\n")
+    for generation in (0, 2, 9, 10):
+        store.create(layout.marker_key("a", generation), codec.encode(marker_record()))
+    assert newest_markers(store) == {"a": 10}
 
 
 def test_what_is_not_done_or_has_a_marker_that_cannot_be_read_is_done_from_the_start():

@@ -221,6 +221,18 @@ def test_of_many_claims_some_are_read_and_the_same_ones_are_watched_until_they_b
     assert idle.ring.is_finished  # those that it watches have
 
 
+def test_a_worker_waits_for_one_owner_who_may_be_gone_among_others_who_live():
+    """Its chunk would have waited for somebody to start another worker."""
+    idle = Idle(10)
+    for name in idle.names:
+        idle.claim(name, f"other-{name}")
+    idle.tick()
+    for name in idle.names[1:]:
+        idle.beat(f"other-{name}", 7)
+    idle.tick(seconds=11.0)
+    assert not idle.ring.is_finished
+
+
 def test_a_look_counts_all_that_it_asks_for():
     """Pauses follow from it: a thousand idle workers asked for more than they counted."""
     idle = Idle(1000)

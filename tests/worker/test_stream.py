@@ -150,6 +150,15 @@ def test_rows_in_flight_and_waiting_are_bounded_in_bytes(chunks):
     assert len(chunks.finished) == 40
 
 
+def test_rows_that_are_asked_again_after_a_death_take_as_much_memory_as_before(chunks):
+    chunks.put("first", 20, texts=["x" * MIB])
+    stream = stream_over(chunks, max_in_flight=100, max_row_memory=8)
+    held = take_all(stream)
+    stream.handle([Reply(key=call.key, status=0, body=b"killed") for call in held])
+    assert max(answer_all(stream, take_all(stream))) == len(held) == 8
+    assert len(chunks.finished) == 20
+
+
 @pytest.mark.parametrize("is_stopped", [False, True])
 def test_rows_are_at_fault_for_no_server_that_ends_while_the_worker_is_stopped(chunks, is_stopped):
     """Who stops a worker may stop all its processes at once."""

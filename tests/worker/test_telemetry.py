@@ -7,7 +7,8 @@ import pytest
 
 from batchinfer.core import codec
 from batchinfer.core.counts import MAX_CODES, OTHER, Counts
-from batchinfer.core.records import EngineInfo, EngineStats, Failure, FinishedRow, Worker
+from batchinfer.core.errors import EngineDied, LimitReached, RunMismatch
+from batchinfer.core.records import EngineInfo, EngineStats, Failure, FinishedRow, Money, Worker
 from batchinfer.worker.minutes import MAX_MINUTES
 from batchinfer.worker.telemetry import Telemetry
 from fakes import FakeClock, lease_record
@@ -46,6 +47,38 @@ def test_counters_add_up_over_epochs_and_open_chunks_do_not_stay(clock):
     assert record.finish_reasons == {"stop": 2}
     assert record.num_starts == 2
     assert second.counts.rows_done == 1, "the log and the result tell of this start alone"
+
+
+def test_each_start_of_a_worker_is_paid_at_its_own_price(clock):
+    """A worker that a dearer machine replaced would end too early by --max-cost, and after a cheaper one too late."""
+    before = None
+    for price, cost in ((6.0, 1.0), (60.0, 11.0)):
+        made = Telemetry("w0", clock, host={}, money=Money(price_per_hour=price))
+        made.begin(before and lease_record(), before)
+        clock.seconds += 600
+        before = made.snapshot()
+        assert before.money.cost == pytest.approx(cost)
+
+
+@pytest.mark.parametrize(
+    ("kind", "attempts"), [(RunMismatch, 0), (LimitReached, 0), (EngineDied, 1)]
+)
+def test_a_start_that_was_refused_or_asked_to_end_is_no_attempt(clock, kind, attempts):
+    """With the right options, the worker would still have been taken for one that makes no progress."""
+    telemetry_ = start_after(clock)
+    telemetry_.end_with(kind("why"))
+    assert telemetry_.snapshot().attempts == attempts
+
+
+def test_a_chunk_that_another_published_first_counts_as_done_but_not_as_ours(clock):
+    telemetry_ = start_after(clock)
+    telemetry_.workload.set_own({"part-00000": 4})
+    chunk = SimpleNamespace(name="part-00000", num_rows=4, num_left=0, counts=Counts())
+    chunk.started = clock.now()
+    telemetry_.chunk_opened(chunk)
+    telemetry_.chunk_closed(chunk, "lost")
+    work = telemetry_.workload
+    assert (work.rows_done, work.chunks_done, work.chunks_skipped) == (4, 1, 1)
 
 
 # --------------------------------------------------------------------------- bounds

@@ -22,7 +22,7 @@ from batchinfer.ledger.checkpoints import encode_rows, write_segment
 from batchinfer.prompts.types import PromptConfig
 from batchinfer.storage.local import LocalStore
 from batchinfer.storage.opening import open_store
-from batchinfer.worker.command import describe_host
+from batchinfer.worker.command import _default_worker_id, describe_host
 from batchinfer.worker.start import run_worker
 from batchinfer.worker.worker_config import Environment, WorkerConfig, real_environment
 from making import (
@@ -255,9 +255,17 @@ def test_a_start_whose_rows_all_fail_succeeds_if_the_run_has_answers(tmp_path):
     assert again["status"] == "SUCCESS"
 
 
-def test_a_worker_id_that_could_leave_its_folder_is_refused(job):
+@pytest.mark.parametrize("name", ["../evil", "w0.stats"])
+def test_a_worker_id_that_could_leave_its_folder_or_meet_statistics_is_refused(job, name):
     with pytest.raises(InputError, match="worker id"):
-        run_worker_here(job, f"{job}/runs/a", "--worker-id", "../evil")
+        run_worker_here(job, f"{job}/runs/a", "--worker-id", name)
+
+
+def test_tasks_whose_long_names_begin_alike_have_workers_of_their_own():
+    tasks = [f"sky-managed-{'x' * 200}_{number}-0" for number in range(3)]
+    names = {_default_worker_id({"SKYPILOT_TASK_ID": task}) for task in tasks}
+    assert len(names) == 3
+    assert max(map(len, names)) <= 128
 
 
 @pytest.mark.parametrize(
