@@ -1,10 +1,8 @@
-"""The demo passes on a real server, its own checks find what they are there for, and it ends as it says."""
+"""The demo passes on a real server, and leaves what is not its own alone."""
 
 import importlib
 import json
 import re
-import sys
-from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -18,11 +16,6 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 def demo(monkeypatch):
     monkeypatch.syspath_prepend(SCRIPTS)
     return importlib.import_module("demo")
-
-
-@pytest.fixture
-def data(demo):
-    return importlib.import_module("demo_data")
 
 
 def without_numbers(text):
@@ -50,54 +43,8 @@ def test_the_demo_kills_resumes_and_passes_and_prints_what_readme_shows(
         printed = printed[printed.index(line) + 1 :]
 
 
-def swap(answers):
-    answers[12]["text"], answers[13]["text"] = answers[13]["text"], answers[12]["text"]
-
-
-@pytest.mark.parametrize(
-    ("damage", "messages"),
-    [
-        (swap, []),
-        (lambda answers: answers.pop(3), ["row 3: is missing"]),
-        (lambda answers: answers.append(answers[3]), ["row 3: is there twice"]),
-        (lambda answers: answers.append(answers[3] | {"_row": 99}), ["row 99: is one too many"]),
-        (lambda answers: answers[3].update(status=400), ["row 3: is {'_row': 3"]),
-        (lambda answers: answers[3].update(_id="17x"), ["row 3: is {'_row': 3, '_id': '17x'"]),
-    ],
-)
-def test_answers_that_are_lost_doubled_swapped_or_errors_fail_the_demo(
-    demo, data, damage, messages
-):
-    examples = list(data.draw_examples(40, seed=data.DEFAULT_SEED, held_out=True))
-    answers = [
-        {"_row": row, "_id": str(row), "status": 200, "text": example.answer}
-        for row, example in enumerate(examples)
-    ]
-    assert demo.check_answers(answers, examples).passed
-    damage(answers)
-    findings = demo.check_answers(answers, examples)
-    assert len(findings.problems) == len(messages)
-    assert all(map(str.startswith, findings.problems, messages))
-    assert not findings.passed
-
-
 def test_a_work_folder_of_somebody_else_is_left_alone(demo, tmp_path, capsys):
     (tmp_path / "thesis.txt").write_text("mine")
     assert demo.main(["--work-dir", str(tmp_path)]) == 2
     assert "pass another --work-dir" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
-
-
-def test_a_worker_that_ends_before_the_kill_fails_the_demo(demo, tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(demo, "worker_command", lambda *_: [sys.executable, "-c", "exit(33)"])
-    assert demo.main(["--work-dir", str(tmp_path / "work"), "--rows", "400"]) == 1
-    assert "worker w0 ended with 33 before it could be killed" in capfd.readouterr().err
-
-
-def test_what_the_training_script_draws_is_never_held_out(data, monkeypatch):
-    monkeypatch.syspath_prepend(SCRIPTS.parent / "examples" / "demo-model")
-    training = importlib.import_module("train")
-    batches = list(islice(training.training_examples(), 100))
-    assert {batch[0].task for batch in batches} == {task.name for task in data.TASKS}
-    for example in (example for batch in batches for example in batch):
-        assert example.task == "capital" or not data.is_held_out(example.prompt)
