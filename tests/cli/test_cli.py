@@ -20,17 +20,6 @@ def test_help_imports_nothing_heavy(arguments):
     assert python(code, *arguments).splitlines()[-1] == "[] 0"
 
 
-def test_little_is_imported_before_a_sigterm_is_noticed():
-    """Until then a worker that is stopped ends with -15, after which no cluster brings it back."""
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import batchinfer.cli.entry;"
-        "print({'typing', 're', 'click', 'contextlib'} & sys.modules.keys())"
-    )
-    command = [sys.executable, "-I", "-S", "-c", code, Path(__file__).parents[2]]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
-
-
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
 @pytest.mark.parametrize(("words", "status"), [("split a.jsonl -o job", 0), ("verify job", 2)])
 def test_closed_streams_leave_the_exit_status_alone(tmp_path, words, status, closed):

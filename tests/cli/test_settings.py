@@ -10,7 +10,6 @@ import yaml
 from batchinfer.cli.main import group
 from batchinfer.cli.server_args import ServerCommand
 from batchinfer.cli.settings import read_settings
-from batchinfer.core.redaction import is_secret, without_secrets
 from batchinfer.split.splitting import command as split
 from making import ECHO
 
@@ -100,15 +99,6 @@ def test_show_config_of_every_command_that_starts_a_server_starts_nothing(
     assert done.result["options"]["engine"] == {"value": "echo", "from": "command line"}
     assert done.result["resolved"]["engine"]["server_args"] == ["--max-model-len", "9"]
     assert not list(tmp_path.iterdir())
-
-
-def test_secrets_are_found_however_deep_and_counts_of_tokens_are_none():
-    assert without_secrets({"a": [{"api_key": "x"}], "url": "s3://id:key@b/c"}) == {
-        "a": [{"api_key": "(secret)"}],
-        "url": "s3://…@b/c",
-    }
-    assert not any(map(is_secret, ("max_tokens", "tokenizer", "stop_token_ids", "echo-tokens")))
-    assert all(map(is_secret, ("HF_TOKEN", "hf-token", "aws_secret_access_key", "password")))
 
 
 @pytest.mark.parametrize("name", ["axolotl-guide", "completions-requests", "openai-batch"])
