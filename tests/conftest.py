@@ -143,7 +143,6 @@ LONGEST = (
 
 # Modules, and tests, that go to the process of another module, whose engine or heavy packages they share.
 TOGETHER = {
-    "test_bodies_vllm": "test_request_matrix_vllm",
     "test_commands": "test_request_matrix_vllm",
     "test_demo": "test_request_matrix_vllm",
     "test_models_vllm": "test_request_matrix_vllm",

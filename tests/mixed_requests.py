@@ -54,7 +54,7 @@ GOOD: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, {"prompt": "Zażółć 🙂 \u0000 gęślą \u2028"}),
     (COMPLETIONS, {"allowed_token_ids": list(range(40, 60)), "temperature": 1.0, "seed": 2}),
     (COMPLETIONS, {"min_tokens": 5, "ignore_eos": True, "presence_penalty": 0.5}),
-    (COMPLETIONS, {"logprobs": 2, "temperature": 1.0, "seed": 8}),
+    (COMPLETIONS, {"logprobs": 2, "temperature": 1.0, "seed": 8, "min_p": 0.1, "repetition_penalty": 1.1}),
     (COMPLETIONS, {"model": "first", "logit_bias": {"70": 5}}),
     (COMPLETIONS, {"repetition_detection": {"max_pattern_size": 2, "min_count": 3}, "vllm_xargs": {"a": 1}}),
     (RESPONSES, {}),

@@ -170,7 +170,6 @@ def test_options_of_the_server_are_arguments_and_variables_of_the_command_are_no
 @pytest.mark.parametrize(
     ("options", "kind", "said"),
     [
-        ({"max_token": 3}, errors.ConfigError, "Did you mean --max-tokens"),
         ({"prompt_column": "txet"}, errors.UsageError, "data.jsonl: has no column 'txet'"),
         ({"max_tokens": -1}, errors.UsageError, "^Invalid value for '--max-tokens'"),
         ({"output": "-"}, errors.ConfigError, "is for the command line"),
@@ -179,7 +178,6 @@ def test_options_of_the_server_are_arguments_and_variables_of_the_command_are_no
             for each in (3, {"prompt": "a"}, b"x", "What is 1 + 1?")
         ),
         ({"data": [{"n": object()}]}, errors.UsageError, "item 0, a dict, cannot be a row"),
-        ({"data": ["nowhere.jsonl"]}, errors.UsageError, "nowhere.jsonl: no such file"),
         ({"data": []}, errors.UsageError, "data.jsonl: holds no rows"),
     ],
 )  # fmt: skip

@@ -23,17 +23,6 @@ def test_help_imports_nothing_heavy(arguments):
     assert python(code, *arguments).splitlines()[-1] == "[] 0"
 
 
-def test_little_is_imported_before_a_sigterm_is_noticed():
-    """Until then a worker that is stopped ends with -15, after which no cluster brings it back."""
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import batchinfer.cli.entry;"
-        "print({'typing', 're', 'click', 'contextlib'} & sys.modules.keys())"
-    )
-    command = [sys.executable, "-I", "-S", "-c", code, Path(__file__).parents[2]]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
-
-
 def test_a_log_of_json_holds_neither_secrets_nor_control_characters():
     said = {"msg": "http://me:SECRET@host \x9b31m", "fields": {"url": "s3://id:SECRET@b \u202e"}}
     line = JsonFormatter().format(logging.makeLogRecord(said))

@@ -80,22 +80,6 @@ def test_no_option_and_no_word_of_a_command_repeats_a_secret(name, capfd, monkey
             call(capfd, *base, "--log-format", "json")
 
 
-@pytest.mark.full  # `convert` needs torch
-@pytest.mark.parametrize("url", URLS)
-@pytest.mark.parametrize(
-    "words",
-    [
-        "split URL* --output out --num-chunks 1",
-        "worker --engine echo --prompt-column prompt --manifest list.txt --output job/runs/a",
-        "convert hf-to-onnx URL model",
-        "convert mpt-to-ft URL model --gpus 1",
-    ],
-)
-def test_no_place_of_a_url_repeats_a_secret(words, url, capfd):
-    Path("list.txt").write_text(f"{url}\n")
-    call(capfd, *words.replace("URL", url).split())
-
-
 def test_a_crash_shows_its_traceback_without_the_secret():
     code = (
         "from batchinfer.cli import main\n"

@@ -40,13 +40,6 @@ def test_what_is_nearly_ours_reaches_the_server_after_two_dashes(call, monkeypat
     assert "hush" not in refused.err
 
 
-def test_a_rehearsal_says_what_it_does_not_check(call):
-    """--rank is no option of a worker, and another --rank is another configuration."""
-    words = ("worker", "--job", "nowhere", "--engine", "echo", "--prompt-column", "p")
-    assert "does not check --rank 0" in call(*words, "--rank", "0").err
-    assert "does not check" not in call(*words).err
-
-
 @pytest.mark.vllm
 def test_no_option_of_vllm_is_taken_for_a_misspelling_of_ours(vllm_options):
     for name in ("worker", "run", "check", "chat", "generate"):

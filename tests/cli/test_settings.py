@@ -10,7 +10,7 @@ import yaml
 from batchinfer.cli.main import group
 from batchinfer.cli.server_args import ServerCommand
 from batchinfer.cli.settings import read_settings
-from batchinfer.core.redaction import is_secret, without_secrets
+from batchinfer.core.redaction import without_secrets
 from batchinfer.split.splitting import command as split
 from making import ECHO
 
@@ -102,15 +102,9 @@ def test_show_config_of_every_command_that_starts_a_server_starts_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_secrets_are_found_however_deep_and_counts_of_tokens_are_none():
-    assert without_secrets({"a": [{"api_key": "x"}], "url": "s3://id:key@b/c"}) == {
-        "a": [{"api_key": "(secret)"}],
-        "url": "s3://…@b/c",
-    }
+def test_secrets_in_words_are_not_shown():
     words = ["HF_TOKEN=x", "--api-key=x", "--name", "a=b"]
     assert without_secrets(words) == ["HF_TOKEN=(secret)", "--api-key=(secret)", "--name", "a=b"]
-    assert not any(map(is_secret, ("max_tokens", "tokenizer", "stop_token_ids", "echo-tokens")))
-    assert all(map(is_secret, ("HF_TOKEN", "hf-token", "aws_secret_access_key", "password")))
 
 
 @pytest.mark.parametrize("name", ["axolotl-guide", "completions-requests", "openai-batch"])

@@ -13,7 +13,6 @@ import huggingface_hub
 import pytest
 
 from batchinfer.cli.main import main
-from making import python
 from models import DEMO_MODEL
 
 pytestmark = pytest.mark.vllm  # needs torch and transformers, which the extra `cpu` brings
@@ -209,24 +208,3 @@ def test_other_and_damaged_files(state, tmp_path, capsys):
         assert "cannot be read" in refused(capsys, path, dest)
     assert "no such file" in refused(capsys, tmp_path / "absent.pt", dest)
     assert "dcp_to_torch" in refused(capsys, tmp_path, dest)
-
-
-KILLED = (
-    "import os, pathlib, sys; from batchinfer.cli.main import run;"
-    "pathlib.Path.rename = lambda *_: os.kill(os.getpid(), 9); run(sys.argv[1:])"
-)
-
-
-def test_after_a_kill_the_same_command_finishes(state, tmp_path):
-    """SIGKILL just before the folder gets its name. DEST is a link, which stays."""
-    source, dest = saved(tmp_path, state), tmp_path / "dest"
-    dest.mkdir()
-    (dest / "link").symlink_to("hf")
-    python(KILLED, "convert", "composer-to-hf", source, dest / "link", status=-9)
-    assert sorted(path.name for path in dest.iterdir())[1:] == ["link"]
-    (lock,) = dest.glob("*/lock")
-    os.utime(lock, (1, 1))  # what is younger may not be locked yet
-    assert convert(source, dest / "link") == 0
-    assert sorted(path.name for path in dest.iterdir()) == ["hf", "link"], "scratch is swept"
-    modes = {path.stat().st_mode & 0o777 for path in (dest / "hf").iterdir()}
-    assert modes == {(dest / "hf").stat().st_mode & 0o666}

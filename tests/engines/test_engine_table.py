@@ -87,12 +87,6 @@ def test_a_tokenizer_of_another_repository_is_not_looked_for_at_the_models_commi
     assert value_of(command(monkeypatch, revision="abc"), "--tokenizer-revision") is None
 
 
-def test_a_pooling_model_is_said_to_vllm(monkeypatch):
-    found = command(monkeypatch, task="embed")
-    assert value_of(found, "--runner") == "pooling"
-    assert "--structured-outputs-config" not in found
-
-
 H200 = Gpu(id="0", name="H200", total_bytes=140 << 30)
 A100 = Gpu(id="0", name="NVIDIA A100", total_bytes=80 << 30)
 L4 = Gpu(id="0", name="NVIDIA L4", total_bytes=24 << 30)

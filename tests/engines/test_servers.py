@@ -320,26 +320,6 @@ def test_a_server_that_never_gets_ready_is_given_up(open_engine, tmp_path):
     assert "scratch" not in caught.value.hint, "where its log was"
 
 
-ODD = """
-    async def answer(request):
-        text = await request.text()
-        if "row 1 " in text:
-            return web.Response(text="<html>", content_type="text/html")
-        if "row 2 " in text:
-            request.transport.close()
-        return web.json_response({"choices": [{"message": {"content": "yes"}}]})
-    """
-
-
-def test_rows_that_a_server_answers_with_rubbish_fail_alone(open_engine, tmp_path, monkeypatch):
-    monkeypatch.setattr(http, "pause_seconds", lambda _: 0.01)
-    odd = command(tmp_path, app('web.post("/{any:.*}", answer)', rest=ODD))
-    engine = open_engine(server_command=odd, replicas=1)
-    found = drive(engine, ListSource(calls(4)))
-    codes = [code_of(found["c", index]) for index in range(4)]
-    assert codes == ["", "invalid_answer", "server_error", ""]
-
-
 def test_a_stop_while_it_loads_ends_every_process_at_once(model, tmp_path):
     script = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     stop = Event()

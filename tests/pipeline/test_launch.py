@@ -12,7 +12,6 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import yaml
 from msgspec.structs import replace
 
 import fake_slurm
@@ -331,33 +330,17 @@ def test_workers_of_a_new_launch_may_be_unknown_to_the_cluster_for_a_while(job, 
 def test_what_a_dry_run_prints_is_what_launch_would_submit_but_for_passwords(call):
     """Values in queries were masked, so workers got another prompt, and an endpoint no version of its API."""
     url, cited = "https://host/v1?api-version=2024", "cite https://example.com/?id=7"
-    options = ("s3://b/job", "--run", "s3://b/job/r", "--on", "slurm", "--workers", "1")
+    options = ("s3://b/job", "--run", "s3://b/job/r", "--on", "slurm", "--workers", "2")
+    options += ("--spot", "--max-cost", "9", "--price-per-hour", "1")
     options += ("--engine", "openai", "--model", "m", "--system-prompt", cited, "--dry-run")
     shown = call("launch", *options, "--base-url", url)
     assert (shown.status, shown.err) == (0, "")
-    assert url in shown.out
-    assert cited in shown.out
+    for said in (url, cited, "_SPOT=1", "--max-cost 4.5"):  # each worker's share of the budget
+        assert said in shown.out
     hidden = call("launch", *options, "--base-url", url.replace("host", "me:hush@host"))
     assert "hush" not in hidden.out + hidden.err
     assert url.replace("host", "…@host") in hidden.out
     assert "secrets of URLs are shown as …" in hidden.err
-
-
-def test_the_printed_script_of_slurm_holds_all_options(job, tmp_path, call):
-    """Each worker gets its share of the budget."""
-    template = tmp_path / "mine.sh"
-    template.write_text(f"{Path(slurm.__file__).with_suffix('.sh').read_text()}\n# mine\n")
-    section = {"run": str(job / "runs/a"), "on": "slurm", "workers": 2, "sbatch_arg": ["--mem=64G"]}
-    content = {"launch": section, "prompt": {"prompt_column": "prompt", "as_chat": True}}
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
-    options = f"--config {tmp_path}/run.yaml --template {template} --engine echo --spot --dry-run"
-    limits = "--max-cost 9 --price-per-hour 1 --max-hours 5 --system-prompt"
-    shown = call("launch", job, *options.split(), *limits.split(), 'it\'s "one"')
-    assert shown.status == 0, shown.err
-    assert not (job / "runs").exists()
-    script = shown.out
-    for said in ("# mine", '#SBATCH "--mem=64G"', "--max-cost 4.5", "--max-hours 5", "_SPOT=1"):
-        assert said in script
 
 
 def test_lost_workers_are_started_again_for_what_they_have_left_of_their_shares(

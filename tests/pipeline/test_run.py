@@ -13,8 +13,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.core.errors import AccessDenied, EngineLoadError
-from batchinfer.pipeline import work_folder
-from batchinfer.split.files import changed
 from making import finish_process, start_process, write_lines
 
 ROWS = [{"text": f"row {index} " + "x " * (index % 7), "n": index} for index in range(60)]
@@ -143,17 +141,6 @@ def test_other_data_is_refused(run, rows, dest):
     assert "name another DEST" in run.err
 
 
-def test_a_source_that_changes_meanwhile_is_no_reason_to_remove_what_is_done(
-    run, rows, dest, monkeypatch
-):
-    assert run(rows, "-o", dest) == 0
-    monkeypatch.setattr(work_folder, "run_split", Mock(side_effect=changed("rows.jsonl")))
-    assert run(rows, "-o", dest) == 2
-    assert "split a copy that nobody writes to" in run.err
-    assert "remove" not in run.err
-    assert len(answers(dest)) == 60
-
-
 def test_rows_of_files_that_come_later_are_answered_and_the_others_kept(run, tmp_path, dest):
     """Rows of a file whose name comes first are last: rows that are there keep their numbers."""
     folder = tmp_path / "in"
@@ -167,14 +154,6 @@ def test_rows_of_files_that_come_later_are_answered_and_the_others_kept(run, tmp
     assert answers(dest) == TEXTS[:5]
     assert run(folder, "-o", dest) == 0
     assert run.result["status"] == "UNCHANGED"
-
-
-@pytest.mark.filterwarnings("ignore:Use .content=:DeprecationWarning")
-def test_a_token_that_may_not_write_to_the_hub_costs_no_answer(run, rows, tmp_path, hub):
-    hub.namespaces.clear()
-    dest = ("-o", "hf://datasets/org/new", "--work", tmp_path / "work")
-    assert run(rows, *dest) == 2
-    assert not (tmp_path / "work/run").exists()
 
 
 # --------------------------------------------------------------------------- machines and commands side by side

@@ -1,4 +1,4 @@
-"""`chat` with the demo's model behind vLLM's server: what it knows, its prompts, and its context."""
+"""`chat` with the demo's model behind vLLM's server: what it knows, its prompts, and a stop."""
 
 import pytest
 
@@ -23,7 +23,6 @@ def test_chat_in_a_terminal(options, tmp_path):
             ("What is the capital of Peru?", "\nLima\n"),
             ("/prompt", "<|im_start|>user\nWhat is the capital of Peru?<|im_end|>\n"),
             ("/set ignore_eos=true,max_tokens=none", "ignore_eos = True"),
-            ("/set max_tokns=3", "/set max_tokns: is no parameter; did you mean 'max_tokens'?"),
         )
         chat.send(SUM + "\r")
         chat.expect("85")
@@ -31,15 +30,6 @@ def test_chat_in_a_terminal(options, tmp_path):
         chat.expect(": the model sees what it has said")  # on a busy machine it was done before
         chat.send("/history\r")
         chat.expect("assistant: 85")
-        chat.send("/set ignore_eos=false,max_tokens=24\r")
-        chat.send("/reset\r")
-        for number in range(3):
-            chat.send(f"{number} " + "blah " * 30 + "\r")
-        chat.expect("the context is full: the first 1 turns are left out")
-        chat.send("/prompt\r")
-        assert "0 blah" not in chat.expect("<|im_start|>user\n1 blah")
-        chat.send("too many words " * 200 + "\r")
-        chat.expect("the message alone is too long")
         chat.expect(">>>")
         chat.leave()
     assert "WARNING" not in chat.shown

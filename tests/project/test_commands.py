@@ -25,7 +25,6 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-import echo_server
 from batchinfer.cli.main import group, main
 from batchinfer.cli.server_args import ServerCommand, divide
 from batchinfer.engines import create_engine
@@ -35,10 +34,9 @@ from echo_server import fake_endpoint
 from fixtures_hub import TOKEN
 from fixtures_vllm import replace_create_engine
 from making import put_program, write_lines
-from models import DEMO_MODEL, sound, write_adapter, write_model_stub
+from models import sound, write_adapter, write_model_stub
 from pages import steps_of
 from pictures import picture
-from terminal import Terminal
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -47,7 +45,9 @@ NOT_RUN = {
     r"^node\d\$": "two machines of 8 GPUs each: tests/worker/test_nodes_vllm.py",
     r"api\.openai\.com": "an account; the cookbook asks an endpoint that is here",
     r"^(aws|gcloud) ": "an account",
-    r"hf-to-onnx": "an environment of 1.3 GB: tests/convert/test_onnx.py",
+    r"^batchinfer convert ": "torch and checkpoints: tests/convert",
+    r"^batchinfer chat ": "a terminal: tests/playground/test_chat.py",
+    r"--server-command": "another server: tests/engines/test_servers.py",
     r"ray job submit": "a Ray cluster",
     r"^(python3 -m venv|pip|bash scripts/setup.sh)": "a new environment: test_setup_script.py",
 }
@@ -98,7 +98,7 @@ def units() -> Iterator[Any]:
             if steps_of(part):
                 title = f"{path.stem}: {part.splitlines()[0]}" if len(parts) > 1 else path.stem
                 commands = [step.command for step in steps_of(part)]
-                is_heavy = path.stem == "convert" or any(map(is_asked_of_the_model, commands))
+                is_heavy = any(map(is_asked_of_the_model, commands))
                 marks = [pytest.mark.vllm] if is_heavy else []
                 # The one shows pandas, the other asks for vLLM (`check --machine`).
                 is_full = path.stem in ("cookbook", "when-it-goes-wrong")
@@ -145,15 +145,8 @@ done
     "ssh": "",
     "sbatch": "bash -n",
     "kubectl": 'python -c \'import sys, yaml; assert yaml.safe_load(sys.stdin)["kind"] == "Job"\'',
-    "transformers": 'exec python -m sglang.launch_server "$@" --served-model-name ./model "${@: -1}"',
 }
 """Programs that only readers have."""
-OTHER_SERVER = f"""
-import json, os, sys
-name = sys.argv[sys.argv.index("--served-model-name") + 1]
-config = json.dumps({{"engine": "echo", "model": name}})
-os.execv(sys.executable, [sys.executable, {echo_server.__file__!r}, config, sys.argv[-1]])
-"""
 
 
 def write_files() -> None:
@@ -209,8 +202,6 @@ def reader(tmp_path, monkeypatch):
     for name in ("sky", "here/sky_workdir/.venv"):  # below HOME, and on the other machine
         (tmp_path / name / "bin").mkdir(parents=True)
         (tmp_path / name / "bin/activate").touch()
-    (tmp_path / "lib/sglang").mkdir(parents=True)
-    (tmp_path / "lib/sglang/launch_server.py").write_text(OTHER_SERVER)
     for name in ("CHAT", "CHECK", "GENERATE", "LAUNCH", "RUN", "WORKER"):
         monkeypatch.setenv(f"BATCHINFER_{name}_ENGINE", "echo")
     monkeypatch.chdir(tmp_path / "here")
@@ -219,7 +210,7 @@ def reader(tmp_path, monkeypatch):
         for name, value in {
             "COLUMNS": "100",
             "PATH": f"{tmp_path}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "PYTHONPATH": f"{ROOT}:{tmp_path}/lib",
+            "PYTHONPATH": str(ROOT),
             "HF_TOKEN": TOKEN,
             "RUN": "RUN",
             "BATCHINFER_ACCELERATOR": "L4",
@@ -253,8 +244,6 @@ def make_world(
         Path("logs").mkdir()
         words = "--job LOGGED --output LOGGED/runs/a --prompt-column text --log-format json"
         run_in_bash(f"batchinfer worker {words} 2>logs/w0.jsonl")
-    if "./model" in text:
-        write_model_stub(folder / "model")
     if "--lora" in text:
         write_adapter(folder / "sql-adapter")
     if "org/" in text:
@@ -266,23 +255,7 @@ def make_world(
             write(kept / "snapshots/1")
         patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder / "hub"))
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    if "convert" in text:
-        write_checkpoints()
     write_jobs(text)
-
-
-def write_checkpoints() -> None:
-    import torch
-    from transformers import MptConfig, MptForCausalLM
-
-    from composer_file import composer_content
-
-    torch.save(composer_content(DEMO_MODEL), "ep0-ba2000-rank0.pt")
-    Path("SOURCE").symlink_to("ep0-ba2000-rank0.pt")
-    config = MptConfig(
-        d_model=16, n_heads=2, n_layers=1, vocab_size=8, bos_token_id=0, eos_token_id=0
-    )
-    MptForCausalLM(config).save_pretrained("MODEL")
 
 
 # --------------------------------------------------------------------------- running
@@ -294,14 +267,6 @@ def run_in_bash(command: str) -> str:
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, f"{command}\n{done.stderr}"
     return done.stdout
-
-
-def run_in_a_terminal(command: str) -> str:
-    with Terminal(*words_of(command), state=Path.cwd()) as terminal:
-        terminal.expect(">>>")
-        terminal.talk(("good morning", "\ngood morning\n"))
-        terminal.leave()
-        return terminal.shown
 
 
 def run_here(command: str) -> str:
@@ -349,11 +314,10 @@ def test_the_commands_of_a_page_print_what_it_shows(
         if command not in commands:
             continue
         with monkeypatch.context() as patch:
-            if is_asked_of_the_model(command) or "--server-command" in command:
-                for name in ("RUN", "GENERATE", "WORKER"):
+            if is_asked_of_the_model(command):
+                for name in ("RUN", "GENERATE"):
                     patch.delenv(f"BATCHINFER_{name}_ENGINE")
-            run = run_here if is_ours(command) else run_in_bash
-            printed = (run_in_a_terminal if command.startswith("batchinfer chat") else run)(command)
+            printed = (run_here if is_ours(command) else run_in_bash)(command)
         if shown is not None:
             has_times = "tokens/s" in shown
             found = neat(printed.replace(f"{reader}/", ""), has_times=has_times)

@@ -3,8 +3,6 @@
 import importlib
 import json
 import re
-import sys
-from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -86,18 +84,3 @@ def test_a_work_folder_of_somebody_else_is_left_alone(demo, tmp_path, capsys):
     assert demo.main(["--work-dir", str(tmp_path)]) == 2
     assert "pass another --work-dir" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
-
-
-def test_a_worker_that_ends_before_the_kill_fails_the_demo(demo, tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(demo, "worker_command", lambda *_: [sys.executable, "-c", "exit(33)"])
-    assert demo.main(["--work-dir", str(tmp_path / "work"), "--rows", "400"]) == 1
-    assert "worker w0 ended with 33 before it could be killed" in capfd.readouterr().err
-
-
-def test_what_the_training_script_draws_is_never_held_out(data, monkeypatch):
-    monkeypatch.syspath_prepend(SCRIPTS.parent / "examples" / "demo-model")
-    training = importlib.import_module("train")
-    batches = list(islice(training.training_examples(), 100))
-    assert {batch[0].task for batch in batches} == {task.name for task in data.TASKS}
-    for example in (example for batch in batches for example in batch):
-        assert example.task == "capital" or not data.is_held_out(example.prompt)

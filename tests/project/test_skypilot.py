@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from batchinfer.core import layout
 from batchinfer.core.errors import RESTART_STATUSES
 from batchinfer.core.shell import quote
-from making import finish_process, make_job, output_lines, put_program, start_process
+from batchinfer.worker import command
+from making import make_job, put_program
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 JOB_FILES = ["worker.yaml", "examples/skypilot/pool-job.yaml"]
@@ -123,13 +125,6 @@ def test_variables_stand_where_skypilot_replaces_them(name):
     if "pool.yaml" not in name:
         assert "HF_TOKEN" in task["secrets"]
     assert "HF_TOKEN" not in (task.get("envs") or {}), "a token is a secret"
-
-
-def test_pool_and_its_job_hold_what_the_other_does_not():
-    pool, job = load("examples/skypilot/pool.yaml"), load("examples/skypilot/pool-job.yaml")
-    assert "run" not in pool
-    assert not {"setup", "workdir", "file_mounts"} & set(job), "a pool ignores them"
-    assert job["resources"]["accelerators"] == pool["resources"]["accelerators"]
 
 
 def test_a_preemption_stops_the_worker_of_its_own_job_alone(tmp_path):
@@ -289,22 +284,11 @@ def test_the_set_up_installs_what_the_machine_needs(tmp_path, read, worker):
     assert (tmp_path / "set-up").read_text().split() == ["--extras", "cpu"]
 
 
-def test_machines_by_rank_divide_the_job_between_them(tmp_path, worker):
+def test_a_worker_goes_by_the_rank_and_the_task_that_skypilot_names(tmp_path):
     """Kills and resumes are proved elsewhere, by chaos/; the set-up by test_setup_script.py."""
-    job, run = tmp_path / "job", tmp_path / "run"
-    make_job(job, rows=60, per_chunk=10, workers=3)
-    words = {"WORKER_ARGS": "--engine echo --prompt-column prompt", "SKYPILOT_NUM_JOBS": "3"}
-    processes = []
-    for rank in range(3):
-        task = f"sky-managed-2026-01-01-00-00-00-000000_workers_{rank + 1}-0"
-        place = {"SKYPILOT_TASK_ID": task, "SKYPILOT_JOB_RANK": str(rank)}
-        places = {"OUTPUT_BUCKET": str(run), "DATA_BUCKET": str(job)}
-        arguments, environment, said = worker("worker.yaml", **places, **words, **place)
-        assert not said
-        processes.append(start_process(arguments, environment=environment))
-    for process in processes:
-        done = finish_process(process)
-        assert done.status == 0, done.err
-    assert [line["_row"] for line in output_lines(run)] == list(range(60))
-    ids = sorted(path.name for path in run.glob("workers/*.stats.json"))
-    assert [re.search(r"workers_(\d)-0", name)[1] for name in ids] == ["1", "2", "3"]
+    make_job(tmp_path, rows=60, per_chunk=10, workers=3)
+    task = {"SKYPILOT_TASK_ID": "sky-managed-2026_workers_2-0"}
+    task |= {"SKYPILOT_JOB_RANK": "1", "SKYPILOT_NUM_JOBS": "3"}
+    manifests = command._manifests_by_rank(str(tmp_path), task)
+    assert manifests == [f"{tmp_path}/{layout.worker_manifest(1, 3)}"]
+    assert command._default_worker_id(task) == "sky-managed-2026_workers_2-0-0"

@@ -72,10 +72,3 @@ def test_objects_of_worker_and_ledger_change_themselves(path):
         and not ast.unparse(target).startswith("self._bar.")  # tqdm's own way
     ]
     assert found == []
-
-
-def test_the_checks_find_what_they_look_for():
-    calls = (
-        "msgspec.json.Decoder(A); msgspec.convert(x, list[A]); msgspec.msgpack.decode(x, type=int)"
-    )
-    assert [is_plain(kind) for kind in decoded_types(ast.parse(calls))] == [False, False, True]

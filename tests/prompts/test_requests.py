@@ -1,6 +1,5 @@
 """The request formats `openai-batch` and `completions`: envelopes, parameters, `best_of`, and what a run adds."""
 
-import json
 from typing import Any
 
 import pytest
@@ -196,22 +195,6 @@ def test_a_text_to_embed_is_cut_and_a_chat_with_an_image_is_not():
 
 
 # ------------------------------------------------------------------ the run's own fields
-
-
-def test_a_probe_has_the_runs_fields():
-    assert builder(prompt_column="p").probe() is None
-    assert builder(request_format="openai-batch", body={"n": 2}).probe() is None
-    probe = builder(prompt_column="p", body={"top_k": 5, "max_tokens": 500}, seed=7).probe()
-    assert probe.path == "/v1/completions"
-    assert json.loads(probe.body) == {
-        "prompt": "Hello as JSON",
-        "model": "m",
-        "max_tokens": 1,
-        "top_k": 5,
-    }
-    probe = builder(messages_column="m", body={"max_completion_tokens": 500}).probe()
-    assert "max_tokens" not in json.loads(probe.body)
-    assert json.loads(probe.body)["max_completion_tokens"] == 500
 
 
 def test_a_field_that_the_server_does_not_know_ends_the_run():

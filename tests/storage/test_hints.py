@@ -239,9 +239,7 @@ def test_a_bucket_may_stand_in_the_name_of_the_host(credentials, monkeypatch, en
 def test_a_configuration_that_cannot_work_is_refused_before_a_request(
     s3_environment, monkeypatch, url, variable, value, said
 ):
-    monkeypatch.delenv(variable, raising=False)
-    if value:
-        monkeypatch.setenv(variable, value)
+    monkeypatch.setenv(variable, value)
     with pytest.raises(ConfigError, match=said) as caught:
         open_store(url)
     assert caught.value.exit_status == 2
