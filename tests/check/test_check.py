@@ -17,7 +17,7 @@ from batchinfer.engines.gpus import Gpu
 from batchinfer.engines.models import ModelInfo
 from batchinfer.storage.opening import open_store
 from echo_server import fake_endpoint
-from making import make_job, run_worker_here, write_lines
+from making import make_job, run_worker_here
 from models import DEMO_MODEL
 
 MODEL = str(DEMO_MODEL)
@@ -90,16 +90,6 @@ def test_an_estimate_counts_the_load_of_the_model_that_was_measured(monkeypatch)
     monkeypatch.setattr(estimate, "measure_run", lambda _: measured)
     found = estimate.estimate(3600, {"rate_from": "run", "workers": 2})["estimate"]
     assert found["worker_hours"] == pytest.approx(1 + 2 * (estimate.START_SECONDS + 1200) / 3600)
-
-
-def test_lengths_are_those_of_the_rows_and_a_row_that_just_fits_is_no_problem(check, tmp_path):
-    rows = [{"prompt": "x" * 7 * number} for number in range(1, 21)]  # of 2, 4 … 40 tokens
-    source = write_lines(tmp_path / "rows.jsonl", rows)
-    fits = check(str(source), *ECHO, "--max-tokens", "10", "--max-model-len", "50")
-    assert (fits.result["lengths"]["p95"], fits.result["lengths"]["longest"]) == (38, 40)
-    assert messages(fits.result, "warning") == []
-    cut = check(str(source), *ECHO, "--max-tokens", "11", "--max-model-len", "50")
-    assert messages(cut.result, "warning")[0].startswith("1 of 20 sample rows")
 
 
 @pytest.mark.full

@@ -158,18 +158,6 @@ def test_a_failure_of_the_hub_while_vllm_loads_may_pass(monkeypatch, error, is_o
     assert getattr(caught.value, "code", None) == status
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ([], ("m", "r")),
-        (["--tokenizer", "t"], ("t", None)),
-        (["--tokenizer", "t", "--tokenizer-revision", "x"], ("t", "x")),
-    ],
-)
-def test_the_models_revision_is_none_of_another_repositorys_tokenizer(words, expected):
-    assert EngineConfig(model="m", revision="r", server_args=words).tokenizer == expected
-
-
 # --------------------------------------------------------------------------- buckets
 
 

@@ -60,13 +60,12 @@ def test_typed_lines_are_kept_where_only_their_owner_reads_them(chat, tmp_path):
     assert "remember this" in history.read_text()
 
 
-def prepare(_number: int, rows: Any, **_changes: Any) -> list[Any]:
-    texts = [each["content"] for each in rows[0]["messages"]]
-    return [SimpleNamespace(call=SimpleNamespace(key=("c", 0), texts=texts))]
-
-
 def test_an_answer_that_is_stopped_is_a_turn_and_an_empty_one_is_none(capfd):
     asked: list[list[str]] = []
+
+    def prepare(_number: int, rows: Any, **_changes: Any) -> list[Any]:
+        texts = [each["content"] for each in rows[0]["messages"]]
+        return [SimpleNamespace(call=SimpleNamespace(key=("c", 0), texts=texts))]
 
     def stream(call: Any) -> Iterator[bytes]:
         asked.append(texts := call.texts)
@@ -92,18 +91,3 @@ def test_an_answer_that_is_stopped_is_a_turn_and_an_empty_one_is_none(capfd):
     said = capfd.readouterr().err
     assert "stopped: the model sees what it has said" in said
     assert "the context is full: the first 1 turns are left out" in said
-
-
-def test_after_a_reset_no_turn_of_the_new_conversation_is_left_out():
-    asked: list[list[str]] = []
-
-    def stream(call: Any) -> Iterator[bytes]:
-        asked.append(call.texts)
-        too_long = b'{"error":{"message":"too long","param":"input_tokens"}}'
-        yield too_long if len(call.texts) > 3 else b'{"choices":[{"delta":{"content":"yes"}}]}'
-
-    own = {"info": "there", "prompt": PromptConfig(messages_column="m"), "prepare": prepare}
-    session: Any = SimpleNamespace(engine=SimpleNamespace(stream=stream), **own)
-    with pytest.raises(StopIteration):
-        Chat(session, iter(["1", "2", "3", "/reset", "4", "5"]).__next__).run()
-    assert asked[-3:] == [["2", "yes", "3"], ["4"], ["4", "yes", "5"]]
