@@ -19,8 +19,6 @@ from simulation.scheduler import Process, Scheduler
 TESTS = Path(__file__).resolve().parents[1]
 FIRST_SEED = {
     "clean_takes_every_orphan": 100,
-    "deaths_are_not_noted": 12,
-    "dropped_segment": 12,
     "end_is_said_too_early": 30,
     "heart_beats_by_itself": 107,
     "lease_is_not_asked": 32,
@@ -29,7 +27,6 @@ FIRST_SEED = {
     "loser_deletes_the_winner": 48,
     "no_fence": 32,
     "other_configuration_let_in": 82,
-    "resumed_rows_off_by_one": 12,
     "row_condemned_in_company": 36,
     "rows_of_a_dead_engine_are_lost": 12,
     "segments_of_all_starts_have_the_same_names": 28,
