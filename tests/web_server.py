@@ -76,11 +76,12 @@ class LoopThread:
     async def _end(self, servers: Sequence[asyncio.Server]) -> None:
         for server in servers:
             server.close()
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-        await asyncio.sleep(0)  # connections close in the next turn
+        for _ in range(3):  # what was accepted last begins some turns later
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+            await asyncio.sleep(0)  # connections close in the next turn
 
 
 async def listen(answer: Answer, place: str = "0") -> web.AppRunner:

@@ -28,7 +28,6 @@ FIRST_SEED = {
     "no_fence": 32,
     "other_configuration_let_in": 82,
     "row_condemned_in_company": 36,
-    "rows_of_a_dead_engine_are_lost": 12,
     "segments_of_all_starts_have_the_same_names": 28,
     "suspects_run_together": 28,
     "torn_segment": 240,  # earlier seeds that meet it crash
