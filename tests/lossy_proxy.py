@@ -56,19 +56,12 @@ class Proxy:
         """Number of requests whose replies were lost by `loss_rate`."""
         self.loss_rate = 0.0
         """Share of PUT requests whose reply is lost, beside those of `rules`."""
-        self._writers: set[_Writer] = set()
         self._thread = LoopThread()
         self._server = self._thread.run(asyncio.start_server(self._connect, "127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     def close(self) -> None:
-        self._thread.run(self._abort())
         self._thread.close(self._server)
-
-    async def _abort(self) -> None:
-        """Cut all connections: one whose client reads no more would wait to be closed for ever."""
-        for writer in self._writers:
-            writer.transport.abort()
 
     def _fault_for(self, data: bytes) -> str:
         """Return how to spoil the request that begins with `data`; "" if not at all, or if it begins none."""
@@ -85,9 +78,7 @@ class Proxy:
 
     async def _connect(self, from_client: _Reader, to_client: _Writer) -> None:
         """Serve one client's connection by one to the server; both end when either does."""
-        self._writers.add(to_client)
         from_server, to_server = await asyncio.open_connection(*self._target)
-        self._writers.add(to_server)
         fault = ""
 
         async def send_requests() -> None:

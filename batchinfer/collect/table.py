@@ -6,6 +6,7 @@ import heapq
 import itertools
 import logging
 import time
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator
 from hashlib import blake2b
@@ -172,7 +173,7 @@ class Collection:
         for first, rows in self._parquet.tables() if self._parquet else [(0, None)]:
             stop = ends[-1] if rows is None else min(first + len(rows), ends[-1])
             for borders in itertools.pairwise(
-                [first, *(n for n in ends if first < n < stop), stop]
+                [first, *ends[bisect_right(ends, first) : bisect_left(ends, stop)], stop]
             ):
                 yield self._fitting(self._window(*borders, first, rows))
                 if time.monotonic() > next_log:

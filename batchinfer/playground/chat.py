@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -43,7 +44,6 @@ def command(**options: Any) -> None:
         hint = "`batchinfer generate` answers prompts, and `batchinfer run` those of a pipe"
         raise errors.ConfigError("chat: standard input is no terminal", hint=hint)
     session = Session(options, messages_column="messages", turns="all")
-    # SystemExit, because the line editor swallows ordinary exceptions that a signal raises in its callbacks.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(errors.Interrupted.exit_status))
     try:
         session.open()
@@ -204,7 +204,10 @@ class Chat:
 
 
 def _line_editor() -> Callable[[], str]:
-    """Return a line editor whose history is a file that this user alone can read. It needs no terminal at stdout."""
+    """Return a line editor whose history is a file that this user alone can read. It needs no terminal at stdout.
+
+    SIGTERM ends it, too.
+    """
     from prompt_toolkit import PromptSession
     from prompt_toolkit.history import FileHistory
     from prompt_toolkit.key_binding import KeyBindings
@@ -217,4 +220,17 @@ def _line_editor() -> Callable[[], str]:
     place.parent.mkdir(parents=True, exist_ok=True)
     place.touch(0o600)
     output, history = create_output(always_prefer_tty=True), FileHistory(str(place))
-    return PromptSession(">>> ", history=history, key_bindings=keys, output=output).prompt
+    session: PromptSession[str] = PromptSession(
+        ">>> ", history=history, key_bindings=keys, output=output
+    )
+    app = session.app
+
+    def stop(*_: Any) -> None:
+        end = SystemExit(errors.Interrupted.exit_status)
+        if app.loop is None or not app.is_running:
+            raise end
+        # An exception that a signal raises within the editor's loop may keep the loop from its end.
+        app.loop.call_soon_threadsafe(partial(app.exit, exception=end))
+
+    signal.signal(signal.SIGTERM, stop)
+    return session.prompt
