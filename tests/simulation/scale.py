@@ -470,13 +470,13 @@ class _Chunks:
         self |= names
 
     def add(self, name: str) -> None:
-        number = _number_of(name)
-        self._held.extend(bytes(max(0, number + 1 - len(self._held))))
-        self._held[number] = 1
+        self |= [name]
 
     def __ior__(self, names: Iterable[str]) -> Self:
-        for name in names:
-            self.add(name)
+        for number in map(_number_of, names):
+            if number >= len(self._held):
+                self._held.extend(bytes(number + 1 - len(self._held)))
+            self._held[number] = 1
         return self
 
     def __contains__(self, name: str) -> bool:
@@ -487,6 +487,7 @@ class _Chunks:
         return {name for name in names if name in self}
 
 
+@cache
 def _number_of(chunk: str) -> int:
     return int(chunk.rpartition("-")[2])
 
