@@ -4,6 +4,7 @@ import re
 import subprocess
 import textwrap
 from collections.abc import Iterator
+from functools import cache
 from typing import NamedTuple
 
 _BLOCK = re.compile(
@@ -22,6 +23,7 @@ class Step(NamedTuple):
     shown: str | None
 
 
+@cache
 def steps_of(text: str) -> list[Step]:
     """The commands in the blocks of a page. In a session they follow `$ `, their further lines `> `."""
     found: list[Step] = []

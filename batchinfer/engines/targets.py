@@ -9,14 +9,16 @@ import math
 import random
 import time
 from collections.abc import AsyncGenerator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import aiohttp
 import msgspec
 
 from batchinfer.core.errors import BatchinferError, EngineLoadError
 from batchinfer.core.records import Call, RowKey
 from batchinfer.engines.engine_config import EngineConfig
+
+if TYPE_CHECKING:  # a fifth of the start of a command without a server
+    import aiohttp
 
 _ASK_SECONDS = 10.0
 # Seconds after which an idle connection is not used again: many servers close it after five.
@@ -27,8 +29,14 @@ _IN_FLIGHT_FACTOR = 1.5
 _LEAST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 60.0
 _LARGEST_BYTES, _LARGEST_REFUSAL_BYTES = 512 << 20, 1 << 20
 """Most bytes of an answer, and of another reply, that are read: one may never end."""
-_BROKEN = (aiohttp.ClientError, OSError, TimeoutError, ValueError)
-"""What the client raises if no whole answer comes."""
+
+
+@functools.cache
+def _broken() -> tuple[type[Exception], ...]:
+    """Return what the client raises if no whole answer comes."""
+    import aiohttp
+
+    return aiohttp.ClientError, OSError, TimeoutError, ValueError
 
 
 class Answer(NamedTuple):
@@ -100,6 +108,8 @@ class Target:
 
     def _request(self, method: str, path: str, **more: Any) -> Any:
         if self._http is None:
+            import aiohttp
+
             options: dict[str, Any] = {"limit": 0, "keepalive_timeout": _KEEP_SECONDS}
             self._http = aiohttp.ClientSession(
                 connector=aiohttp.UnixConnector(self._socket, **options)
@@ -136,7 +146,7 @@ class Target:
                 body = body if found.status == 200 else self.masked(body)
                 wait_seconds = float(wait) if wait.replace(".", "", 1).isdecimal() else None
                 return Answer(found.status, body, wait_seconds)
-        except _BROKEN as error:
+        except _broken() as error:
             is_late = limit.expired()
             why = f" within {seconds:g} s" if is_late else f": {type(error).__name__}: {error}"
             return Answer(0, f"no answer{why}".encode())
@@ -161,7 +171,7 @@ class Target:
                     data = line.removeprefix(b"data:").strip()
                     if line.startswith(b"data:") and data != b"[DONE]":
                         yield data
-        except _BROKEN as error:
+        except _broken() as error:
             raise ConnectionError(f"{type(error).__name__}: {error}") from error
 
     async def look(self, config: EngineConfig) -> str:
