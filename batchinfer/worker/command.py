@@ -226,13 +226,15 @@ def _manifests_by_rank(job: str | None, environment: dict[str, str]) -> list[str
             "no --manifest and no --job",
             hint="pass --manifest JOB/manifests/worker-00000.txt, or --job JOB to go by rank",
         )
+    rank, num_ranks = _rank_and_count(environment)
+    if (rank, num_ranks) == (0, 1):  # who reads the chunks reads job.json anyway
+        return [f"{job.rstrip('/')}/{layout.ALL_MANIFEST}"]
     from batchinfer.ledger.jobs import load_job, no_job, rank_manifests
     from batchinfer.storage.opening import open_store
 
     found = load_job(job, open_store)
     if found is None:
         raise no_job(job)
-    rank, num_ranks = _rank_and_count(environment)
     return [f"{job.rstrip('/')}/{key}" for key in rank_manifests(found[0], rank, num_ranks)]
 
 
