@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -225,12 +224,17 @@ def _line_editor() -> Callable[[], str]:
     )
     app = session.app
 
+    end = SystemExit(errors.Interrupted.exit_status)
+
+    def leave() -> None:
+        if not app.is_done:  # a second signal, or a line that was just entered
+            app.exit(exception=end)
+
     def stop(*_: Any) -> None:
-        end = SystemExit(errors.Interrupted.exit_status)
         if app.loop is None or not app.is_running:
             raise end
         # An exception that a signal raises within the editor's loop may keep the loop from its end.
-        app.loop.call_soon_threadsafe(partial(app.exit, exception=end))
+        app.loop.call_soon_threadsafe(leave)
 
     signal.signal(signal.SIGTERM, stop)
     return session.prompt
