@@ -19,7 +19,7 @@ from batchinfer.storage import Store
 
 _MOST_NEIGHBOURS = 1000
 """Largest number of neighbours: so many chunks whose names begin alike are listed together."""
-MOST_SAMPLED = 16
+MOST_SAMPLED = 4
 """Largest number of claims that one look reads. If each worker read the claims of all others, the requests would grow
 with the square of the number of workers."""
 
