@@ -15,7 +15,7 @@ STEPS = ["run/run.json", "job/job.json", ".succeed", "collecting.json", "a.parqu
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("is_later", [False, True])
-@pytest.mark.parametrize("step", [13, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [23, pytest.param(1, marks=pytest.mark.slow)])
 def test_killed_anywhere_it_ends_with_the_same_bytes(tmp_path, is_later, step, monkeypatch):
     """With `is_later` the killed command is one to which a new file was added, and which appends it."""
     monkeypatch.chdir(tmp_path)

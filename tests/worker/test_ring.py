@@ -119,7 +119,7 @@ def test_all_workers_of_a_job_together_read_no_more_than_a_store_takes(
 
 
 @pytest.mark.parametrize(
-    ("num_workers", "num_neighbours", "most"), [(1000, 100, 55), (3000, 100, 130), (1000, 10, 55)]
+    ("num_workers", "num_neighbours", "most"), [(1000, 100, 55), (3000, 10, 130), (1000, 10, 55)]
 )
 def test_an_idle_worker_of_a_large_job_soon_knows_that_it_is_finished_if_nobody_else_says_so(
     num_workers, num_neighbours, most, monkeypatch
