@@ -1,6 +1,6 @@
 """The figures of workers and runs as metrics for Prometheus. A worker serves its own, and `status` prints those of all.
 
-Both make them from the same record, so the names and what they count are the same. docs/monitoring.md lists them.
+Both make them from the same record, so the names and what they count are the same.
 """
 
 from __future__ import annotations
