@@ -19,9 +19,9 @@ from batchinfer.storage import Store
 
 _MOST_NEIGHBOURS = 1000
 """Largest number of neighbours: so many chunks whose names begin alike are listed together."""
-MOST_SAMPLED = 4
+MOST_SAMPLED = 16
 """Largest number of claims that one look reads. If each worker read the claims of all others, the requests would grow
-with the square of the number of workers."""
+with the square of the number of workers. A look may be told to read fewer."""
 
 
 class Survey(NamedTuple):
@@ -116,6 +116,7 @@ def look_at_block(
     *,
     key: str,
     block: Mapping[str, int],
+    most_claims: int,
 ) -> Survey:
     """Look at a block's chunks, unless there is a note that all of them are done. Leave this note where it is so.
 
@@ -128,11 +129,12 @@ def look_at_block(
         own: Chunks of this worker's manifests among these.
         key: Key of the block's note.
         block: Generation of the wanted marker for each chunk of the block.
+        most_claims: As in `look_at_neighbours`.
     """
     complete = frozenset(info.key for info in store.list(layout.COMPLETE))
     if key in complete and not own:
         return Survey(set(), [], [], [], 1, complete)
-    survey = look_at_neighbours(store, claims, generations, own)
+    survey = look_at_neighbours(store, claims, generations, own, most_claims)
     if key not in complete and survey.done >= generations.keys():
         others = block.keys() - generations  # they were done once
         markers = newest_markers(store, beginning_of(others)) if others else {}
@@ -143,7 +145,11 @@ def look_at_block(
 
 
 def look_at_neighbours(
-    store: Store, claims: Claims, generations: Mapping[str, int], own: Collection[str] = ()
+    store: Store,
+    claims: Claims,
+    generations: Mapping[str, int],
+    own: Collection[str] = (),
+    most_claims: int = MOST_SAMPLED,
 ) -> Survey:
     """Find out which of some neighbouring chunks are done, and which are held by living workers.
 
@@ -153,15 +159,15 @@ def look_at_neighbours(
         generations: Generation of the wanted marker for each chunk, by name; those first whose claims are to be read.
             A chunk with a marker of this generation or a higher one is done.
         own: Chunks of this worker's manifests. Their markers are read, since a listed one may be damaged.
+        most_claims: Largest number of claims to read.
     """
     beginning = beginning_of(generations)
     markers = newest_markers(store, beginning)
     done = {name for name in generations if markers.get(name, -1) >= generations[name]}
     doubtful = done.intersection(own)
     done -= {name for name in doubtful if read_marker(store, name, markers[name])[0] is None}
-    num_reads = 2 + 2 * len(
-        doubtful
-    )  # pages of a thousand outputs and their markers; and those that were read
+    # Pages of a thousand outputs and their markers; and those that were read.
+    num_reads = 2 + 2 * len(doubtful)
     may_be_claimed = set[str]()
     if not done >= generations.keys():
         infos = store.list(layout.CLAIMS + beginning)
@@ -171,7 +177,7 @@ def look_at_neighbours(
     unclaimed, lapsed, owners = list[str](), list[str](), list[WorkerLease]()
     for name in generations:
         num_claims = len(lapsed) + len(owners)
-        if name in done or (name in may_be_claimed and num_claims >= MOST_SAMPLED):
+        if name in done or (name in may_be_claimed and num_claims >= most_claims):
             continue
         held = read_claim(store, name) if name in may_be_claimed else None
         if held is None:

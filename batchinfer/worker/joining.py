@@ -29,12 +29,7 @@ from batchinfer.ledger.jobs import (
     read_assignment,
     split_name,
 )
-from batchinfer.ledger.runs import (
-    UNKNOWN,
-    check_same,
-    join_run,
-    read_run,
-)
+from batchinfer.ledger.runs import UNKNOWN, check_same, join_run, read_run
 from batchinfer.prompts.builder import PromptBuilder
 from batchinfer.prompts.types import RowError
 from batchinfer.storage import Store

@@ -24,7 +24,7 @@ from batchinfer.core.errors import StorageError
 from batchinfer.core.records import WorkerLease
 from batchinfer.ledger.claims import HEARTBEATS_PER_LEASE
 from batchinfer.ledger.jobs import ChunkRef
-from batchinfer.ledger.survey import Survey, blocks_of, look_at_block
+from batchinfer.ledger.survey import MOST_SAMPLED, Survey, blocks_of, look_at_block
 from batchinfer.worker.worker_config import Environment, RunAccess
 
 logger = logging.getLogger(__name__)
@@ -35,6 +35,9 @@ _NEXT_BLOCK_SECONDS = 0.5
 """Least seconds between two looks at different blocks of the job."""
 _READS_PER_SECOND = 5000
 """Most reads of the workers of a job together in a second, if all are idle; S3 takes 5500 for a prefix."""
+_FEWEST_CLAIMS, _CLAIMS_OF_ALL = 4, 4000
+"""Fewest claims that a look reads, and how many are read by one look of every worker. A pause follows each look, in
+proportion to what it has read: where many workers read many claims, free chunks are found late."""
 _FRESH_SECONDS = 60.0
 """Seconds after which chunks that a look has found are forgotten: others may have taken them since."""
 
@@ -228,7 +231,9 @@ class Ring:
         wanted = {name: self._refs[name].generation for name in block}
         whole = {name: self._refs[name].generation for name in self._circle.names[key]}
         look = partial(look_at_block, store, claims, wanted, own.intersection(block))
-        self._looking = self._environment.background.submit(partial(look, key=key, block=whole))
+        most = max(_FEWEST_CLAIMS, min(MOST_SAMPLED, _CLAIMS_OF_ALL // self._num_workers))
+        look = partial(look, key=key, block=whole, most_claims=most)
+        self._looking = self._environment.background.submit(look)
 
     def _take_in(self, survey: Survey) -> set[str]:
         assert self._circle is not None

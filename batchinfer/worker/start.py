@@ -162,11 +162,8 @@ class _Start:
         scratch: Scratch,
         stack: contextlib.ExitStack,
     ) -> None:
-        environment, config, submit = (
-            self.environment,
-            self.config,
-            self.environment.background.submit,
-        )
+        environment, config = self.environment, self.config
+        submit = environment.background.submit
         listed = submit(partial(newest_markers, self.store))
         loading = self._begin_loading(engine, stack)
         done = self._await(listed)

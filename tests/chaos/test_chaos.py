@@ -12,11 +12,11 @@ pytestmark = [pytest.mark.s3, pytest.mark.chaos]
 @pytest.mark.timeout(420)
 def test_killed_and_frozen_workers_lose_nothing(s3_url, s3_environment):
     """Kills anywhere and while publishing, freezes longer than the lease, lost replies: every row once and right."""
-    plan = Plan(kills=8, freezes=2, seconds=360, rows=400, seed=1, loss_rate=0.2)
+    plan = Plan(kills=12, freezes=3, seconds=360, rows=600, seed=1, loss_rate=0.2)
     tally = Campaign(plan, s3_url("chaos"), s3_environment).run()
-    assert tally.kills.total() >= 8
-    assert sum(tally.kills[event] for event in PUBLISHING) >= 2
-    assert tally.freezes >= 2
+    assert tally.kills.total() >= 12
+    assert sum(tally.kills[event] for event in PUBLISHING) >= 3
+    assert tally.freezes >= 3
     assert tally.lost_replies > 0
     assert tally.tracebacks == []
     assert json.loads(tally.line())["starts"] == tally.starts, "what `make chaos` prints"

@@ -101,7 +101,7 @@ def test_the_last_chunk_is_found_and_each_page_of_markers_is_listed_about_once()
 
 
 @pytest.mark.parametrize(
-    ("num_workers", "looks", "most"), [(100, 29, 400), (1000, 10, 160), (4000, 3, 48)]
+    ("num_workers", "looks", "most"), [(100, 29, 720), (1000, 10, 160), (4000, 3, 48)]
 )
 def test_all_workers_of_a_job_together_read_no_more_than_a_store_takes(
     num_workers, looks, most, monkeypatch

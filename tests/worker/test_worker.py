@@ -209,7 +209,7 @@ def test_nearly_all_of_the_first_rows_failing_alike_ends_the_worker(tmp_path):
 def test_bad_rows_that_finish_before_the_others_do_not_end_the_worker(tmp_path):
     """Rows without a prompt fail at once: 150 of them are the first to finish."""
     is_bad = [row < 150 for row in range(500)]
-    slow = ("--echo-latency-seconds", "1", "--max-num-seqs", "400")  # all others at once
+    slow = ("--echo-latency-seconds", "1", "--max-num-seqs", "400", "--max-error-rate", "0.31")
     work_over(tmp_path, [prompt_if(not each) for each in is_bad])(*slow)
     assert ["error" in line for line in output_lines(tmp_path / "run")] == is_bad
 
