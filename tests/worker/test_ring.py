@@ -212,12 +212,13 @@ def test_of_many_claims_some_are_read_and_the_same_ones_are_watched_until_they_b
     for index, name in enumerate(idle.names):
         idle.claim(name, f"other-{index}")
     idle.tick()
-    assert idle.store.requests["get"] == 2 * MOST_SAMPLED
+    # Two reads a claim. With fewer, a small fleet's survivor finds the chunks of those that are gone too late.
+    assert idle.store.requests["get"] == 2 * 16
     assert not idle.ring.is_finished  # none of them has been seen to beat
     for index, _ in enumerate(idle.names):
         idle.beat(f"other-{index}", 7)
     idle.tick(seconds=11.0)
-    assert idle.store.requests["get"] == 4 * MOST_SAMPLED
+    assert idle.store.requests["get"] == 4 * 16
     assert idle.ring.is_finished  # those that it watches have
 
 
