@@ -27,7 +27,6 @@ from batchinfer.core.errors import (
 )
 from batchinfer.core.records import Record
 from batchinfer.ledger.jobs import OpenStore, split_name
-from batchinfer.storage import Object
 from batchinfer.storage.hub import ReadOnlyStore, hub_errors
 from batchinfer.storage.retrying import RetryPolicy, retried
 
@@ -132,43 +131,35 @@ class StoreDestination:
                 has completed it meanwhile.
         """
         name = self._name or part_name(self._config, index)
-        is_there = not self._name and not self._begin()
-        if (
-            self._name
-            and not self._config.overwrite
-            and any(info.key == name for info in self._store.list(name))
+        if not self._name:
+            self._begin()
+        elif not self._config.overwrite and any(
+            info.key == name for info in self._store.list(name)
         ):
             there = file.path.with_suffix(".there")
             self._store.download(name, there)
             # With the same bytes, a killed `collect` left it.
             is_other = not filecmp.cmp(there, file.path, shallow=False)
             _check_free(f"{self._store.url}/{name}", (), is_taken=is_other)
-        if not is_there:
-            self._store.put_file(name, file.path)
+        self._store.put_file(name, file.path)
         self._old.discard(name)
         file.path.unlink()
         return name
 
-    def _begin(self) -> bool:
+    def _begin(self) -> None:
         """Let the folder say that this collection is under way, or see that it still says so.
-
-        Returns:
-            False if nothing is left to do, because the same command, which somebody else has run, has completed it.
 
         Raises:
             InputError: It does not: another command writes there. Or one has completed the folder since `prepare`.
         """
-        started = self._get(STARTED_KEY)
+        started = None
+        with contextlib.suppress(ObjectNotFound):
+            started = self._store.get(STARTED_KEY)
         is_ours = started is not None and started.data == self._key.encode()
         if self._is_begun and is_ours:
-            return True
-        if not self._is_begun and self.prepare(self._key) is not None:
-            return False
-        if self._is_begun:
-            record = self._get(RECORD_KEY)
-            if record and (whole := _read_record(record.data)) and whole.key == self._key:
-                return False
-            hint = "let one command write to one place"
+            return
+        if self._is_begun or self.prepare(self._key):
+            hint = "let one command write to one place; this one again says whether the data there are whole"
             raise InputError(f"{self._store.url}: somebody else writes there, too", hint=hint)
         if started is None:
             self._store.create(STARTED_KEY, self._key.encode())
@@ -176,16 +167,11 @@ class StoreDestination:
             self._store.replace(STARTED_KEY, self._key.encode(), etag=started.etag)
         self._store.delete([RECORD_KEY])
         self._is_begun = True
-        return True
-
-    def _get(self, key: str) -> Object | None:
-        with contextlib.suppress(ObjectNotFound):
-            return self._store.get(key)
-        return None
 
     def finish(self, record: Collected, card: Callable[[], str]) -> None:  # noqa: ARG002 - only the Hub takes a card
         """End the collection, after all files are stored."""
-        if not self._name and self._begin():
+        if not self._name:
+            self._begin()
             self._store.delete(sorted(self._old))
             with contextlib.suppress(AlreadyExists):  # the same command is as far as this one
                 self._store.create(RECORD_KEY, codec.encode_pretty(record))

@@ -69,6 +69,10 @@ def test_a_value_is_spelled_as_it_is_read(field, value, tmp_path):
     assert option.read(parsed(option, *words)[0]) == value
 
 
+def test_a_worker_has_at_most_sixty_options():
+    assert len(options_of(WorkerConfig)) <= 60
+
+
 @pytest.mark.parametrize("words", ["", *COMMANDS, "convert mpt-to-ft"])
 def test_help_of_every_command_fits_one_screen(words, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")

@@ -513,39 +513,22 @@ def test_a_finished_collection_is_left_alone_and_another_is_not_replaced(
         collect(run, tmp_path / "mine", overwrite=True)
 
 
-def test_a_collection_that_another_command_completes_meanwhile_stays_whole(
-    run, tmp_path, monkeypatch
+@pytest.mark.parametrize(
+    ("place", "name", "where", "error"),
+    [
+        (LocalStore, "put_file", "", "writes there, too"),
+        (collecting, "write_files", "", "writes there, too"),
+        (collecting, "write_files", "_row < 3", "other data"),
+    ],
+)
+def test_of_two_collections_into_one_folder_the_first_gives_way(
+    run, tmp_path, monkeypatch, place, name, where, error
 ):
-    out, files = tmp_path / "out", list[dict[str, bytes]]()
-
-    def complete(where: str) -> None:
-        collect(run, out, where=where, overwrite=True)
-        files.append(contents(out))
-
-    meanwhile(monkeypatch, collecting, "write_files", lambda: complete("_row < 3"))
-    with pytest.raises(InputError, match="other data"):
-        collect(run, out)
-    assert contents(out) == files[0]
-    meanwhile(monkeypatch, collecting, "write_files", lambda: complete("_row > 3"))
-    assert collect(run, out, where="_row > 3", overwrite=True)["status"] == "SUCCESS"
-    assert contents(out) == files[1]
-
-
-def test_of_two_collections_into_one_folder_the_first_gives_way(run, tmp_path, monkeypatch):
     out = tmp_path / "out"
-    meanwhile(monkeypatch, LocalStore, "put_file", lambda: collect(run, out, where="_row < 3"))
-    with pytest.raises(InputError, match="writes there, too"):
+    meanwhile(monkeypatch, place, name, lambda: collect(run, out, shard_rows=5, where=where))
+    with pytest.raises(InputError, match=error):
         collect(run, out, shard_rows=5)
-    assert sorted(contents(out)) == ["_COLLECTED", "part-00000.parquet"]
-
-
-def test_two_equal_collections_into_one_folder_both_succeed(run, tmp_path, monkeypatch):
-    out = tmp_path / "out"
-    meanwhile(monkeypatch, LocalStore, "put_file", lambda: collect(run, out, shard_rows=5))
-    assert collect(run, out, shard_rows=5)["status"] == "SUCCESS"
-    shutil.rmtree(out)
-    meanwhile(monkeypatch, collecting, "write_files", lambda: collect(run, out, shard_rows=5))
-    assert collect(run, out, shard_rows=5)["status"] == "SUCCESS"
+    assert collect(run, out, shard_rows=5, where=where)["status"] == "UNCHANGED"
 
 
 def test_files_that_are_only_named_like_those_of_a_collection_stay(run, tmp_path):
