@@ -16,16 +16,17 @@
 
 export BATCHINFER_RANK=$SLURM_ARRAY_TASK_ID
 {{ exports }}
-worker= signal=
+worker= told= usr1= term=
 end() {
-  [ -z "$worker" ] || [ -n "$signal" ] || kill -TERM $worker
-  [ "$signal" = TERM ] || signal=$1
+  [ -n "$told" ] || [ -z "$worker" ] || kill -TERM $worker
+  told=yes
 }
-trap 'end USR1' USR1
-trap 'end TERM' TERM
+# What each notes comes first: while bash waits, a second signal may cut the first one's trap short.
+trap 'usr1=yes; end' USR1
+trap 'term=yes; end' TERM
 {{ command }} &
 worker=$!
-[ -z "$signal" ] || kill -TERM $worker
+[ -z "$told" ] || kill -TERM $worker
 wait $worker
 status=$?
 while kill -0 $worker 2>/dev/null; do
@@ -34,12 +35,11 @@ while kill -0 $worker 2>/dev/null; do
 done
 # 33 and 34 say that a new start may help; 75 that a signal came, which calls for one only at the end of the job's time:
 # after SIGTERM, by scancel, nobody wants it, and a preempted job Slurm itself queues again.
-case $status-$signal in
-  *-TERM) again= ;;
-  33-* | 34-* | 75-USR1) again=yes ;;
+case $status-$usr1 in
+  33-* | 34-* | 75-yes) again=yes ;;
   *) again= ;;
 esac
-if [ -n "$again" ]; then
+if [ -n "$again" ] && [ -z "$term" ]; then
   echo "batchinfer: the worker ended with $status; this job is queued again" >&2
   scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
 fi

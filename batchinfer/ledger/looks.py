@@ -83,9 +83,10 @@ def read_workers(store: Store) -> tuple[list[SeenWorker], list[str]]:
     """Read the leases and statistics of a run's workers. Return also a sentence for each that cannot be read."""
     infos = {info.key: info for info in store.list(layout.WORKERS) if info.key.endswith(".json")}
     of_counts = {key: infos[key] for key in infos if key.endswith(layout.STATISTICS_SUFFIX)}
-    counted = read_records(store, of_counts, Worker)
     of_leases = {key: info for key, info in infos.items() if key not in of_counts}
     leases = read_records(store, of_leases, WorkerLease)
+    # At its end, a worker closes its lease and then writes why it ends.
+    counted = read_records(store, of_counts, Worker)
     workers = []
     for key, found in leases.items():
         if (lease := found.record) is not None:

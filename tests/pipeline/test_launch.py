@@ -266,12 +266,11 @@ def test_a_watch_ends_when_the_run_is_stopped_although_a_worker_is_still_to_come
 
     with ThreadPoolExecutor(1) as threads:
         stopped = threads.submit(stop)
-        # With a shorter lease the worker would look gone on a busy machine.
-        steady = (*SLOW, "--lease-seconds", "12", "--echo-latency-seconds", "2")
-        done = call(*launching_of(job, "--workers", "1", *steady, "--watch"))
+        done = call(*launching_of(job, "--workers", "1", *SLOW, "--watch"))
         stopped.result()
     assert done.status == 3
-    assert "runs/a: is stopped, and no worker is left (StopRequested" in done.err
+    # Perhaps without a reason: a worker writes it a moment after its lease is closed.
+    assert "runs/a: is stopped, and no worker is left" in done.err
     assert states()[0] == "PENDING"
 
 
