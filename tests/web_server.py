@@ -97,6 +97,7 @@ async def listen(answer: Answer, place: str = "0") -> web.AppRunner:
     runner = web.AppRunner(app, keepalive_timeout=3600, shutdown_timeout=0)
     await runner.setup()
     is_port = place.isdigit()
+    assert is_port or not Path(place).exists(), "vLLM's server takes no place where a file is"  # noqa: ASYNC240
     site = web.TCPSite(runner, "127.0.0.1", int(place)) if is_port else web.UnixSite(runner, place)
     await site.start()
     return runner

@@ -340,7 +340,11 @@ def refuse_other_run(options: dict[str, Any]) -> None:
 
 
 def _spread(length: int) -> list[int]:
-    """Return up to `_PLACES` indices below `length`, spread evenly from the first to the last."""
+    """Return up to `_PLACES` indices below `length`, spread evenly from the first to the last.
+
+    >>> _spread(2), _spread(1000)[0], _spread(1000)[-1]
+    ([0, 1], 0, 999)
+    """
     if length <= _PLACES:
         return list(range(length))
     return [index * (length - 1) // (_PLACES - 1) for index in range(_PLACES)]

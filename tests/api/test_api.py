@@ -58,7 +58,7 @@ def test_the_names_are_those_that_programs_rely_on_and_importing_them_loads_noth
     "make",
     [
         pytest.param(lambda: TABLE, id="arrow"),
-        pytest.param(TABLE.to_pandas, id="pandas", marks=pytest.mark.full),
+        pytest.param(lambda: TABLE.to_pandas().rename(str), id="pandas", marks=pytest.mark.full),
         pytest.param(lambda: pl.DataFrame(ROWS), id="polars"),
         pytest.param(data_set, id="datasets", marks=pytest.mark.full),
         pytest.param(lambda: ROWS, id="list"),
@@ -67,6 +67,7 @@ def test_the_names_are_those_that_programs_rely_on_and_importing_them_loads_noth
 )
 def test_a_source_in_memory_is_answered(make):
     table = run(make(), prompt_column="text").to_arrow(with_source=True)
+    assert table.column_names[-2:] == ["text", "n"], "no index of pandas"
     assert table.column("n").to_pylist() == list(range(5))
     assert table.column("text").to_pylist() == TEXTS
 
@@ -125,9 +126,7 @@ def test_first_some_rows_which_are_read_as_such_then_all(data, tmp_path):
     assert texts(found) == TEXTS
 
 
-def test_without_output_the_run_is_kept_in_a_folder_that_is_named(
-    capsys,
-):
+def test_without_output_the_run_is_kept_in_a_folder_that_is_named(capsys):
     found = run(["a"])
     [folder] = re.findall(r"job and run are kept in (\S+);", capsys.readouterr().err)
     assert found.url == f"{folder}/run"
@@ -158,9 +157,7 @@ def test_schemas_and_tools_reach_the_server(schema, tmp_path, endpoint):
     assert (body["tools"], body["stop"]) == (tools, ["."])
 
 
-def test_options_of_the_server_are_arguments_and_variables_of_the_command_are_none(
-    monkeypatch,
-):
+def test_options_of_the_server_are_arguments_and_variables_of_the_command_are_none(monkeypatch):
     monkeypatch.setenv("BATCHINFER_RUN_LIMIT", "1")
     for given in ({"max_model_len": 2}, {"vllm": {"max_model_len": 2}}):
         answered = run(["one two three", "a"], **given, quiet=True)

@@ -27,7 +27,7 @@ def test_each_value_comes_from_where_it_wins_and_no_secret_is_shown(call, tmp_pa
     )
     monkeypatch.setenv("BATCHINFER_CONFIG", str(path))
     monkeypatch.setenv("BATCHINFER_WORKER_TOP_P", "0.5")
-    monkeypatch.setenv("BATCHINFER_WORKER_SEED", "7")
+    monkeypatch.setenv("BATCHINFER_WORKER_SEED", str(2**32 + 7))
     monkeypatch.setenv("BATCHINFER_WORKER_SAMPLING", "min_tokens=1,x=1")
     done = call("worker", "--job", "s3://nowhere/job", *ECHO, "--n", "4", "--show-config")
     assert done.status == 0, done.err
@@ -35,7 +35,8 @@ def test_each_value_comes_from_where_it_wins_and_no_secret_is_shown(call, tmp_pa
     options = found["options"]
     assert options["n"] == {"value": 4, "from": "command line"}
     assert options["top-p"] == {"value": 0.5, "from": "environment"}
-    assert options["seed"] == {"value": "7", "from": "environment"}
+    assert options["seed"] == {"value": "4294967303", "from": "environment"}
+    assert found["resolved"]["engine"]["seed"] == 7, "vLLM's own, which has 32 bits"
     assert options["sampling"]["value"] == ["min_tokens=1,x=1"]
     assert options["max-tokens"] == {"value": 9, "from": "settings file"}
     assert options["temperature"] == {"value": None, "from": "default"}

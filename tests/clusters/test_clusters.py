@@ -115,9 +115,7 @@ def test_a_forged_record_is_a_note_and_reaches_no_client(name, changes, tmp_path
     assert not list(clients.glob("*.calls"))
 
 
-def test_a_launch_has_one_name_for_who_makes_it_and_who_looks(
-    monkeypatch,
-):
+def test_a_launch_has_one_name_for_who_makes_it_and_who_looks(monkeypatch):
     """The workers of a launch on r2:// were never found, and `stop --cancel` ended none of them."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", "https://account.r2.cloudflarestorage.com")
     for url in ("r2://bucket/job/runs/a", "s3://bucket/r2:/a"):

@@ -105,13 +105,13 @@ def test_chosen_rows_and_columns(tmp_path):
 
 def test_where_takes_no_column_for_another_and_names_those_that_it_knows(tmp_path):
     """Of two names that differ in case alone, SQL read the first for both."""
-    columns = {"A": ["x"] * ROWS, "a": ["y"] * ROWS, "half": COLUMNS["half"], "n": [1] * ROWS}
+    columns = {"A": ["x"] * ROWS, "a": ["y"] * ROWS, "half": COLUMNS["half"], "Status": [1] * ROWS}
     run = finished(tmp_path, pa.table(columns))
     for where in ("\"a\" = 'y'", "half = 0.5"):
         with pytest.raises(ConfigError, match="not found") as refused:
             collect(run, tmp_path / "out", with_source=True, where=where)
-        assert "error_message, n;" in refused.value.hint
-    assert table_of(run, tmp_path, with_source=True, where="n = 1").num_rows == ROWS
+        assert "error_message, Status;" in refused.value.hint
+    assert table_of(run, tmp_path, with_source=True, where="_status = 200").num_rows == ROWS
 
 
 def test_windows_hold_limited_bytes_of_the_columns_that_are_taken(tmp_path, monkeypatch):

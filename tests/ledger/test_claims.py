@@ -108,6 +108,9 @@ def test_a_claim_holds_for_the_longer_lease_of_the_two_workers(store, clock):
         assert isinstance(claims.take("part-00000"), Held)
     clock.seconds += 20
     taken(claims.take("part-00000"))
+    taken(Claims(store, patient, clock).take("part-00001"))
+    take_lease(store, "b", clock)  # a newer start
+    taken(claims.take("part-00001"))
 
 
 def test_a_heartbeat_while_a_newer_start_is_noticed_leaves_its_record(store, clock, monkeypatch):

@@ -248,12 +248,13 @@ def test_a_watch_looks_again_before_it_says_that_no_worker_is_left(job, call, mo
     assert done.status == 0, done.err
 
 
-def test_no_lost_worker_is_started_again_while_the_run_stops():
-    limits = {"max_cost": None, "max_hours": None}
-    made = Mock(_options=limits, _began=0.0, _num_manifests=9, **{"_clock.now.return_value": 0.0})
-    for state, expected in (("running", ["w"]), ("stopping", [])):
-        seen = Mock(state=state, launches=[Mock(lost=["w"])])
-        assert launch.Launch._restartable(made, seen) == expected
+def test_no_lost_worker_is_started_again_beyond_a_limit_or_while_the_run_stops():
+    made = Mock(_began=0.0, _num_manifests=9, **{"_clock.now.return_value": 3600.0})
+    cases = ("running", 2, 2, 1), ("running", 1, 2, 0), ("running", 2, 1, 0), ("stopping", 2, 2, 0)
+    for state, max_cost, max_hours, expected in cases:
+        made._options = {"max_cost": max_cost, "max_hours": max_hours}
+        seen = Mock(state=state, launches=[Mock(lost=["w"])], **{"cost.so_far": 1.0})
+        assert len(launch.Launch._restartable(made, seen)) == expected
 
 
 @pytest.mark.usefixtures("queued")

@@ -255,6 +255,7 @@ def test_too_many_failed_rows_stay_too_many_until_they_are_allowed_or_answered_a
         figures = [run.result[name] for name in ("status", "rows", "rows_error")]
         assert figures == [status, 60, 30]
     assert len(answers(dest)) == 60
+    assert run(source, "-o", dest, "--max-error-rate", 0.1, "--retry-errors") == 3
     assert run(source, "-o", dest, "--max-error-rate", 1, "--retry-errors") == 0
     assert run.result["worker"]["request_count"] == 30
 

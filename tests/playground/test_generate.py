@@ -30,9 +30,7 @@ def test_several_answers_come_in_order_each_under_its_prompt_and_values(generate
     assert "4 requests: 8 input and 5 output tokens in" in ran.err
 
 
-def test_a_request_that_the_engine_refuses_is_a_gap_and_the_others_are_there(
-    generate,
-):
+def test_a_request_that_the_engine_refuses_is_a_gap_and_the_others_are_there(generate):
     ran = generate("--json", "-p", "a b c d", "-p", "e", "--max-model-len", "3")
     assert (ran.status, ran.result["status"]) == (1, "PARTIAL")
     first, second = ran.result["results"]

@@ -63,9 +63,7 @@ def test_ids_come_from_the_chunk_the_id_column_or_the_row_number():
     assert prepare({"p": "", "_id": "abc"}, prompt_column="p").id == "abc"
 
 
-def test_a_fault_of_our_own_fails_the_row_and_not_the_worker(
-    monkeypatch,
-):
+def test_a_fault_of_our_own_fails_the_row_and_not_the_worker(monkeypatch):
     monkeypatch.setattr(readers, "shown", None)
     failure = prepare({"p": []}, prompt_column="p").failure
     assert (failure.code, failure.status) == ("internal_error", 500)

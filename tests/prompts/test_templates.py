@@ -86,7 +86,5 @@ def test_a_template_that_could_not_work_is_refused_at_once(template):
         "{{ q }}{{ row.null }}",
     ],
 )
-def test_a_template_that_fails_on_a_row_or_leaves_the_sandbox_is_the_rows_error(
-    template,
-):
+def test_a_template_that_fails_on_a_row_or_leaves_the_sandbox_is_the_rows_error(template):
     assert code(prepare({"q": [1], "null": None}, prompt_template=template)) == "template_error"

@@ -131,6 +131,7 @@ CASES = {
         lambda store: [store.create(key, b"{}") for key in ("outputs/notes.txt", "stop.json")]
     ),
     "a chunk to do again": Case(leave, NOW | {"redo": [CHUNK]}, {MARKER, SEGMENT, NOTE}),
+    "and what is old of it": Case(leave, {"redo": [CHUNK]}, {MARKER, SEGMENT, NOTE}),
 }
 
 

@@ -12,7 +12,7 @@ from batchinfer.core import codec, layout
 from batchinfer.core.clock import Clock
 from batchinfer.core.errors import InputError
 from batchinfer.core.records import Worker
-from batchinfer.ledger.looks import look_at
+from batchinfer.ledger.looks import look_at, read_workers
 from batchinfer.runs.overview import Overview
 from batchinfer.runs.status import RunConfig, render, run_status, watch
 from batchinfer.storage.opening import open_store
@@ -79,6 +79,17 @@ def test_a_chunk_that_is_done_during_a_look_does_not_vanish_from_it(memory_url):
         look_at(store, in_memory, Clock())
     prefixes = [call.args[0] for call in listed.mock_calls if call.args]
     assert prefixes.index(layout.CHECKPOINTS) < prefixes.index(layout.OUTPUTS)
+
+
+def test_a_worker_that_ends_during_a_look_is_not_seen_without_its_reason(memory_url):
+    """It closes its lease, and then writes why into its statistics: so leases are read first."""
+    store = in_memory(write_in_memory(memory_url, SMALL))
+    with mock.patch.object(store, "get", wraps=store.get) as read:
+        read_workers(store)
+    keys = [call.args[0] for call in read.mock_calls if call.args]
+    are_statistics = [key.endswith(layout.STATISTICS_SUFFIX) for key in keys]
+    assert are_statistics == sorted(are_statistics)
+    assert {*are_statistics} == {False, True}
 
 
 # --------------------------------------------------------------------------- the screen

@@ -177,9 +177,7 @@ def test_a_column_that_only_some_files_have_is_told_or_refused(tmp_path, caplog)
     assert numbers(tmp_path, columns=["n"]) == [1, 2]
 
 
-def test_a_column_that_only_a_late_line_has_is_found_and_one_that_none_has_is_refused(
-    tmp_path,
-):
+def test_a_column_that_only_a_late_line_has_is_found_and_one_that_none_has_is_refused(tmp_path):
     (tmp_path / "x.jsonl").write_text('{"n":1}\n' * 3000 + '{"late":2}')
     assert len(rows_of(count_sources([str(tmp_path)], columns=["late"]))) == 3001
     with pytest.raises(InputError, match="has no column 'm'"):

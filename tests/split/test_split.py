@@ -2,6 +2,7 @@
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,8 @@ def test_a_column_id_names_the_rows_and_repeats_are_told(tmp_path, caplog):
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     result = split(tmp_path / "a.jsonl", tmp_path / "job")
     assert (result["duplicate_ids"], result["broken_lines"]) == (2, 1)
+    (tmp_path / "b.jsonl").write_text("\n".join(lines[:1] * 3))
+    assert split(tmp_path / "b.jsonl", tmp_path / "job", append=True)["duplicate_ids"] == 4
     assert "2 of 11 rows have an _id (column 'id') that an earlier row has" in caplog.text
     assert split(tmp_path / "a.jsonl", tmp_path / "other", id_column="key")["duplicate_ids"] == 0
     assert job_at(tmp_path / "other").id_column == "key"
@@ -315,8 +318,10 @@ def test_a_job_by_reference_copies_nothing_and_is_answered(tmp_path):
 def test_what_fails_by_reference_leaves_the_job_that_was_to_be_replaced(tmp_path, monkeypatch):
     place, job = make_list(tmp_path / "data"), tmp_path / "job"
     split([], job, by_reference=str(place))
-    meanwhile(monkeypatch, writer, "refer_to", (tmp_path / "data/b.jsonl").unlink)
-    refused(r"b\.jsonl", [], job, by_reference=str(place), overwrite=True)
+    listed = tmp_path / "data/b.jsonl"
+    for harm in (partial(listed.write_text, '{"prompt":"other"}'), listed.unlink):
+        meanwhile(monkeypatch, writer, "refer_to", harm)
+        refused(r"b\.jsonl", [], job, by_reference=str(place), overwrite=True)
     assert job_at(job).rows == 4
 
 

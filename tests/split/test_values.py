@@ -218,9 +218,7 @@ def test_the_id_column_names_rows_as_text(tmp_path, kind):
     assert set(found[0]) == {"n", "_row", "_id"}
 
 
-def test_times_and_nested_values_name_rows_by_the_texts_that_they_have_in_rows(
-    tmp_path,
-):
+def test_times_and_nested_values_name_rows_by_the_texts_that_they_have_in_rows(tmp_path):
     now = dt.datetime(2026, 1, 2, 3, 4, 5, tzinfo=dt.UTC)
     columns = [now, now.replace(tzinfo=None), now.time(), now.date(), dt.timedelta(seconds=1.5)]
     columns += [{"x": 1.5, "é": 'a"\u2028'}, [[now]]]

@@ -160,9 +160,7 @@ def test_the_media_of_one_row_have_a_limit_together(tmp_path):
     assert few.fetch_now(refs[:3]) == [RED] * 3
 
 
-def test_a_fault_of_our_own_fails_the_row_and_not_the_worker(
-    monkeypatch,
-):
+def test_a_fault_of_our_own_fails_the_row_and_not_the_worker(monkeypatch):
     def fail(_: str) -> bytes:
         raise ZeroDivisionError("oh")
 

@@ -135,9 +135,7 @@ def test_one_slow_opening_lets_the_next_chunks_be_opened_sooner_at_once(clock):
         chunks.open.clear()
 
 
-def test_an_idle_engine_has_rows_as_soon_as_their_chunk_is_open(
-    monkeypatch,
-):
+def test_an_idle_engine_has_rows_as_soon_as_their_chunk_is_open(monkeypatch):
     """The loop, which looks once a second for an idle engine, looks when a chunk is open."""
     opened, taken = [], []
     with Stage([["a"]]) as stage:

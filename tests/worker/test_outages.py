@@ -47,6 +47,7 @@ def test_a_chunk_that_arrived_damaged_is_fetched_once_more():
         assert "restore it" in ending.error.message, "what to do with it"
         assert "part-00000" in ending.error.message
         assert "sha256" in ending.error.message
+        assert [b'"worker":""' in claim for claim in stage.objects("claims/").values()] == [True]
         assert len(stage.objects("outputs/")) == 2  # of the other chunk
 
 

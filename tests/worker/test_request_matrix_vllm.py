@@ -87,9 +87,7 @@ def test_each_bad_request_is_an_error_row_with_its_code(lines):
     assert not wrong, wrong[:5]
 
 
-def test_calls_and_reasoning_are_found_as_the_server_finds_them(
-    lines,
-):
+def test_calls_and_reasoning_are_found_as_the_server_finds_them(lines):
     choices = [line["body"]["choices"][0] for line in lines[::2] if "choices" in line["body"]]
     messages = [choice["message"] for choice in choices if "message" in choice]
     calls = [message["tool_calls"] for message in messages if message.get("tool_calls")]

@@ -30,9 +30,7 @@ def seconds_with(latency_seconds: float) -> float:
         return stage.ended - stage.began
 
 
-def test_two_hundred_milliseconds_a_request_keep_no_engine_waiting(
-    monkeypatch,
-):
+def test_two_hundred_milliseconds_a_request_keep_no_engine_waiting(monkeypatch):
     monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)
     # Rows take as long as they take; were the engine ever short of them, the whole would take longer.
     assert seconds_with(0.2) < 1.03 * seconds_with(0.001)

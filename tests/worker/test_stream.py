@@ -90,6 +90,7 @@ def stream_over(
     *,
     max_in_flight: int = 4,
     max_row_memory: int = 256,
+    num_replicas: int = 1,
     prompt: PromptConfig = PROMPT,
     pictures: Pictures | None = None,
 ) -> RowStream:
@@ -105,7 +106,7 @@ def stream_over(
         chunks,
         PromptBuilder(prompt, None, rules=EngineRules(model="m")),
         Limits(max_row_memory=max_row_memory),
-        info=SimpleNamespace(max_in_flight=max_in_flight, num_replicas=1),
+        info=SimpleNamespace(max_in_flight=max_in_flight, num_replicas=num_replicas),
     )
 
 
@@ -140,7 +141,7 @@ def test_rows_in_flight_and_waiting_are_bounded_in_bytes(chunks):
     """Rows of a megabyte took 420 MB with 512 sequences."""
     for name in ("first", "second"):
         chunks.put(name, 20, texts=["x" * MIB])
-    stream = stream_over(chunks, max_in_flight=100, max_row_memory=8)
+    stream = stream_over(chunks, max_in_flight=100, max_row_memory=4, num_replicas=2)
     held = take_all(stream)
     assert len(held) == 8
     stream.handle([answer(call) for call in held[:3]])
@@ -197,9 +198,7 @@ def test_one_huge_image_lets_the_engine_wait_for_no_others(chunks):
     assert len(take_all(stream)) == 39
 
 
-def test_a_row_whose_image_cannot_be_had_is_an_error_row_and_takes_no_memory(
-    chunks,
-):
+def test_a_row_whose_image_cannot_be_had_is_an_error_row_and_takes_no_memory(chunks):
     chunks.put("first", 3, [FORBIDDEN])
     stream = stream_over(chunks, prompt=WITH_IMAGES)
     assert take_all(stream) == []

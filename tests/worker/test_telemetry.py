@@ -35,6 +35,7 @@ def test_counters_add_up_over_epochs_and_open_chunks_do_not_stay(clock):
     first.rows_finished([finished(0), finished(1, code="prompt_too_long")])
     chunk = SimpleNamespace(name="part-00000", num_rows=4, num_left=3, counts=Counts())
     first.chunk_opened(chunk)
+    first.note_engine_stats(EngineStats(restarts=1))
     before = first.snapshot()
     assert before.open_chunks == {"part-00000": 1}
     second = start_after(clock, before)
@@ -45,7 +46,7 @@ def test_counters_add_up_over_epochs_and_open_chunks_do_not_stay(clock):
     assert (record.prompt_tokens, record.completion_tokens) == (30, 60)
     assert record.errors == {"prompt_too_long": 1}
     assert record.finish_reasons == {"stop": 2}
-    assert record.num_starts == 2
+    assert (record.num_starts, record.engine_restarts) == (2, 1)
     assert second.counts.rows_done == 1, "the log and the result tell of this start alone"
 
 
