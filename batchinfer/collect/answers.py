@@ -126,7 +126,7 @@ class Answers:
         ):
             sql.execute(text_of("answers.sql"))
             # One statement takes all rows: to plan it takes as long as a thousand of them.
-            schema, batches = _table([], [], []).schema, self._batches(brought)
+            schema, batches = _table([]).schema, self._batches(brought)
             sql.register("some_lines", pa.RecordBatchReader.from_batches(schema, batches))
             try:
                 sql.execute(f"CREATE TABLE {name} AS FROM columns_of('some_lines', {with_lines})")
@@ -166,25 +166,23 @@ class Answers:
         self, brought: Iterator[tuple[ChunkRef, Marker, Path, Path | None]]
     ) -> Iterator[Any]:
         """Yield all rows, many at a time: those of many small chunks, too, for each batch takes a while."""
-        numbers, lines, sources = list[int](), list[bytes](), list[bytes]()
-        num_bytes, row = 0, 0
+        held, num_bytes, row = list[tuple[int, bytes, bytes]](), 0, 0
         try:
             for ref, marker, output, source in brought:
                 row = ref.first_row
-                for some, texts in _blocks(output, source):
-                    numbers += range(row, row := row + len(some))
-                    lines += some
-                    sources += texts
-                    num_bytes += sum(map(len, some + texts)) + len(some) * _ROW_BYTES
+                for line, text in _rows(output, source):
+                    held.append((row, line, text))
+                    row += 1
+                    num_bytes += len(line) + len(text) + _ROW_BYTES
                     if num_bytes >= _BLOCK_BYTES:
-                        yield from _table(numbers, lines, sources).to_batches()
+                        yield from _table(held).to_batches()
                         self.ends.append(row)
-                        numbers, lines, sources, num_bytes = [], [], [], 0
+                        held, num_bytes = [], 0
                 if row != ref.first_row + marker.rows_done:
                     what = f"has {row - ref.first_row} lines, expected {marker.rows_done}"
                     raise InputError(f"{ref.name}: its output {what}", hint=f"{ASK_VERIFY} it")
-            if numbers:
-                yield from _table(numbers, lines, sources).to_batches()
+            if held:
+                yield from _table(held).to_batches()
                 self.ends.append(row)
         except BaseException as error:
             self._failure = error
@@ -215,7 +213,7 @@ class Answers:
         return found | {name: name for name in ("error_code", "error_message")}
 
 
-def _table(numbers: Sequence[int], lines: Sequence[bytes], sources: Sequence[bytes]) -> Any:
+def _table(rows: list[tuple[int, bytes, bytes]]) -> Any:
     """Return rows as an Arrow table: their numbers, their lines in the output, and in the chunk."""
     import numpy as np
     import pyarrow as pa
@@ -224,24 +222,21 @@ def _table(numbers: Sequence[int], lines: Sequence[bytes], sources: Sequence[byt
         ends = pa.py_buffer(np.cumsum([0, *map(len, lines)]))
         return pa.LargeStringArray.from_buffers(len(lines), ends, pa.py_buffer(b"".join(lines)))
 
+    numbers, lines, sources = zip(*rows, strict=True) if rows else ((), (), ())
     wanted = [None, pa.py_buffer(np.array(numbers, np.int64))]
-    wanted = pa.Array.from_buffers(pa.int64(), len(numbers), wanted)
-    names = ["wanted", "line", "source"]
-    return pa.Table.from_arrays([wanted, texts(lines), texts(sources)], names)
+    columns = [pa.Array.from_buffers(pa.int64(), len(rows), wanted), texts(lines), texts(sources)]
+    return pa.Table.from_arrays(columns, ["wanted", "line", "source"])
 
 
-def _blocks(output: Path, source: Path | None) -> Iterator[tuple[list[bytes], list[bytes]]]:
-    """Yield some lines of an output, each with those of the chunk, which are empty if this was not brought."""
+def _rows(output: Path, source: Path | None) -> Iterator[tuple[bytes, bytes]]:
+    """Yield the lines of an output, each with that of the chunk, which is empty if this was not brought."""
     with ExitStack() as stack:
         lines = stack.enter_context(output.open("rb"))
         sources = map(_source_of, stack.enter_context(source.open("rb"))) if source else ()
-        texts = itertools.chain(sources, itertools.repeat(b""))
-        # A line of a chunk may be far longer than that of the output.
-        num_bytes = _BLOCK_BYTES // 1000 if source else _BLOCK_BYTES
-        while some := lines.readlines(num_bytes):
-            if not some[-1].endswith(b"\n"):
-                del some[-1]  # it is no row
-            yield some, list(itertools.islice(texts, len(some)))
+        for row in zip(lines, itertools.chain(sources, itertools.repeat(b"")), strict=False):
+            if not row[0].endswith(b"\n"):
+                break  # it is no row
+            yield row
 
 
 def _source_of(line: bytes) -> bytes:
