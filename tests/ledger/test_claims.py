@@ -42,12 +42,13 @@ def test_a_lease_ends_with_its_closing(store, clock, monkeypatch):
     lease = take_lease(store, "w0", clock)
     seen: list[bool] = []
     meanwhile(monkeypatch, store, "replace", lambda: seen.append(lease.is_held()))
-    lease.close(worker_record())
+    lease.close(worker_record(state="done"))
     assert seen == [False]
     with pytest.raises(LeaseLapsed, match="has ended"):
         lease.require()
     lease.renew(worker_record())  # the heartbeat of another thread, begun as the worker ends
     assert not lease.is_held()
+    assert b'"state":"done"' in store.get(layout.worker_key("w0")).data
 
 
 def test_a_renewal_that_a_freeze_held_up_takes_nothing_from_a_later_one(store, clock, monkeypatch):
