@@ -486,9 +486,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_a_finished_collection_is_left_alone_and_another_is_not_replaced(
     run, tmp_path, monkeypatch
 ):
-    assert collect(run, tmp_path / "out")["status"] == "SUCCESS"
+    assert collect(run, tmp_path / "out", shard_rows=5)["status"] == "SUCCESS"
     before = contents(tmp_path / "out")
-    assert collect(run, tmp_path / "out")["status"] == "UNCHANGED"
+    assert collect(run, tmp_path / "out", shard_rows=5)["status"] == "UNCHANGED"
     with pytest.raises(InputError, match="other data"):
         collect(run, tmp_path / "out", where="status = 200")
     assert contents(tmp_path / "out") == before
