@@ -22,8 +22,8 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 def test_each_value_comes_from_where_it_wins_and_no_secret_is_shown(call, tmp_path, monkeypatch):
     path = tmp_path / "run.yaml"
     path.write_text(
-        "sampling: {max_tokens: 9, n: 3, top_p: 0.1, stop: ['###', END]}\nsplit: {num_chunks: 4}\n"
-        "prompt:\n  blank-columns: [a, b]\n  column: {image: photo}\nvllm: {hf_token: hf_abc}\n"
+        "sampling: {max_tokens: 9, n: 3, top_p: 0.1, temperature: null, stop: ['###', END]}\n"
+        "split: {num_chunks: 4}\nprompt:\n  blank-columns: [a, b]\n  column: {image: photo}\nvllm: {hf_token: hf_abc}\n"
     )
     monkeypatch.setenv("BATCHINFER_CONFIG", str(path))
     monkeypatch.setenv("BATCHINFER_WORKER_TOP_P", "0.5")

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.core.errors import AccessDenied, EngineLoadError
+from batchinfer.storage.opening import open_store
 from making import finish_process, start_process, write_lines
 
 ROWS = [{"text": f"row {index} " + "x " * (index % 7), "n": index} for index in range(60)]
@@ -181,10 +182,13 @@ def test_a_dest_that_cannot_be_written_costs_no_answer(run, rows, monkeypatch):
     """The job and the run are elsewhere, so nothing else found it before all rows were answered."""
     monkeypatch.chdir(rows.parent)
     refuses = Mock(side_effect=AccessDenied("may not write"))
-    monkeypatch.setattr("batchinfer.storage.bucket.BucketStore.create", refuses)
-    assert run(rows, "-o", "memory://b/a.jsonl", "--work", "work") == 2
+    with monkeypatch.context() as patch:
+        patch.setattr("batchinfer.storage.bucket.BucketStore.create", refuses)
+        assert run(rows, "-o", "memory://b/a.jsonl", "--work", "work") == 2
     assert "may not write" in run.err
     assert not Path("work/run").exists()
+    assert run(rows, "-o", "memory://b/a.jsonl", "--work", "work") == 0
+    assert [info.key for info in open_store("memory://b").list()] == ["a.jsonl"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

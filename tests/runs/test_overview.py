@@ -64,6 +64,7 @@ PROGRESS: dict[str, tuple[list[Worker], dict[str, Any], tuple[int, ...]]] = {
     # workers, arguments of look, and (chunks done, in progress), (rows done, in progress)
     "rows that a live worker reports": ([running()], {}, (1, 1, 100, 40)),
     "more in checkpoints": ([running()], {"checkpointed": {CHUNK: 60}}, (1, 1, 100, 60)),
+    "more than the chunk has": ([], {"checkpointed": {CHUNK: 999}}, (1, 0, 100, 100)),
     "a chunk that two workers have open": ([running(id="a"), AHEAD], {}, (1, 1, 100, 45)),
     "a worker that is gone": ([GONE], {"checkpointed": {NEXT: 30}}, (1, 0, 100, 30)),
     "an open chunk that is done": ([running()], {"done": 2}, (2, 0, 200, 0)),
