@@ -18,13 +18,14 @@ from web_server import announced
 # precondition and stores the object in two steps, between which another thread's request fits (with
 # boto3 alone: two winners in about one of sixty races); a real store does both in one.
 # For each request, moto lists its own folders, and for each key of a listing it parses the text of a time. Here, the
-# results of both are kept.
+# results of both are kept, and requests are not logged.
 _SERVE = """
 import ctypes, functools, signal, threading
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 import moto.backends, moto.core.serialize
 from moto.s3.responses import S3Response
 from moto.server import main
+from werkzeug.serving import WSGIRequestHandler
 
 one_at_a_time = threading.RLock()
 
@@ -41,6 +42,7 @@ modules = frozenset(moto.backends.list_of_moto_modules())
 moto.backends.list_of_moto_modules = lambda: modules
 parse = functools.lru_cache(moto.core.serialize.parse_to_aware_datetime)
 moto.core.serialize.parse_to_aware_datetime = parse
+WSGIRequestHandler.log_request = lambda *_: None
 main(["-H", "127.0.0.1", "-p", "0"])
 """
 

@@ -1,7 +1,7 @@
 """The commands on the pages of the documentation."""
 
 import re
-import subprocess
+import shlex
 import textwrap
 from collections.abc import Iterator
 from functools import cache
@@ -45,13 +45,14 @@ def steps_of(text: str) -> list[Step]:
 
 
 def whole(block: str) -> Iterator[str]:
-    """Join lines until bash takes them for a whole command."""
+    """Join lines until they are a whole command: no quote or loop is open, and no backslash ends them."""
     command = ""
     for line in block.splitlines():
         command += f"{line}\n"
-        is_whole = not subprocess.run(
-            ["bash", "-n"], input=command.encode(), capture_output=True
-        ).returncode
-        if is_whole and not line.endswith("\\"):
-            yield from [command.rstrip()] if command.partition("#")[0].strip() else []
+        try:
+            words = shlex.split(command.replace(";", " ; "), comments=True)
+        except ValueError:  # a quote is open
+            continue
+        if words.count("do") == words.count("done") and not line.endswith("\\"):
+            yield from [command.rstrip()] if words else []
             command = ""

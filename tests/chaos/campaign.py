@@ -42,7 +42,7 @@ class Plan:
     per_chunk: int = 10
     loss_rate: float = 0.02
     options: tuple[str, ...] = (
-        "--echo-latency-seconds", "0.02",
+        "--echo-latency-seconds", "0.2",
         "--max-num-seqs", "8",
         "--lease-seconds", str(LEASE_SECONDS),
         "--checkpoint-seconds", "0.2",
