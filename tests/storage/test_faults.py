@@ -29,12 +29,15 @@ from lossy_proxy import FAULTS, Proxy, Rule
 pytestmark = pytest.mark.s3
 
 MIB = 1 << 20
+LEAST_PART = 5 * MIB
+"""S3 takes no smaller part of an upload but the last."""
 QUICK = RetryPolicy(attempts=30, first_pause_seconds=0.01, longest_pause_seconds=0.1)
 
 
 @pytest.fixture
 def proxy(s3_environment, monkeypatch):
     monkeypatch.setattr(clouds, "_SILENCE", {"quick": "1s", "patient": "2s"})
+    monkeypatch.setattr(bucket, "PART_BYTES", LEAST_PART)
     made = Proxy(s3_environment)
     monkeypatch.setenv("AWS_ENDPOINT_URL", made.url)
     yield made
@@ -42,7 +45,7 @@ def proxy(s3_environment, monkeypatch):
 
 
 SMALL, LARGE = b"old", os.urandom(MIB)
-FILES = {"whole": os.urandom(MIB + 1), "in parts": os.urandom(bucket.PART_BYTES + 1)}
+FILES = {"whole": os.urandom(MIB + 1), "in parts": os.urandom(LEAST_PART + 1)}
 
 
 def download(store: Store, scratch: Path) -> bool:
