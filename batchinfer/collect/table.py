@@ -144,11 +144,10 @@ class Collection:
         They have the columns of `schema`; where the form is no table, they have the only column `line`.
         """
         import pyarrow as pa
-        from pyarrow import compute
 
         drawn = None if self._config.sample is None else self._drawn(self._config.sample)
         for table in self._windows():
-            taken = table if drawn is None else table.filter(compute.is_in(table[0], drawn))
+            taken = table if drawn is None else _named_in(table, drawn)
             yield taken if self._is_table else pa.table({"line": self._encoded(taken)})
 
     def _drawn(self, size: int) -> Any:
@@ -192,13 +191,13 @@ class Collection:
             first: Number of the first row of `source`.
             source: Rows of parquet files; without any, the table has no rows of them.
         """
-        from pyarrow import compute
-
         named = ", ".join(f"{value} AS c{n}" for n, value in enumerate(self._columns.values()))
         rows = f"FROM {self._relation} WHERE _row >= {start} AND _row < {stop}"
         table = self._sql.sql(f"SELECT {named} {rows}").to_arrow_table()
         table = table.rename_columns(list(self._columns))
         if self._parquet:
+            from pyarrow import compute
+
             source = self._parquet.schema.empty_table() if source is None else source
             source = source.take(compute.subtract(table[0], first).combine_chunks())
             for field, column in zip(source.schema, source.columns, strict=True):
@@ -212,7 +211,6 @@ class Collection:
             ConfigError: the condition is none.
         """
         import duckdb
-        from pyarrow import compute
 
         if not self._config.where:
             return table
@@ -239,7 +237,7 @@ class Collection:
                 hint="SQL over the columns "
                 f"{', '.join(known)}{more}; for example --where 'error_code IS NOT NULL'",
             ) from error
-        return table.filter(compute.is_in(table[0], found))
+        return _named_in(table, found)
 
     def _encoded(self, table: Any) -> Any:
         """Return the lines of a form that is no table."""
@@ -248,3 +246,10 @@ class Collection:
         encode = ENCODERS[self._config.kind]
         lines, sources = table["line"].to_pylist(), table["source"].to_pylist()
         return pa.array(map(encode, lines, sources), pa.binary())
+
+
+def _named_in(table: Any, rows: Any) -> Any:
+    """Return the rows of a table whose numbers are among these."""
+    from pyarrow import compute  # it takes its time to load
+
+    return table.filter(compute.is_in(table[0], rows))

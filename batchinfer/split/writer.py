@@ -12,6 +12,7 @@ import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from msgspec import UNSET
@@ -100,19 +101,20 @@ def write_chunks(store: Store, job: Job, sources: Sources, bounds: Sequence[int]
         InputError: See `Sources.blocks`, `Sources.check_unchanged`. Or another split has completed a job meanwhile.
         ScratchFull: The scratch folder is full.
     """
-    import polars as pl
     from tqdm import tqdm
 
     before, chunks, blocks = len(job.chunks), list[Chunk](), sources.blocks(bounds)
-    num_broken, ids = 0, pl.Series(dtype=pl.UInt64)
+    num_broken, hashes = 0, list[Any]()
 
     def lines(count: int) -> Iterator[bytes]:
         nonlocal num_broken
         while count:
             block = next(blocks)
             num_broken += block.num_broken
-            if len(ids) < _MOST_IDS:
-                ids.append(pl.Series(block.ids, dtype=pl.Binary).drop_nulls().hash())
+            if len(block.ids) and sum(map(len, hashes)) < _MOST_IDS:
+                import polars as pl
+
+                hashes.append(pl.Series(block.ids, dtype=pl.Binary).drop_nulls().hash())
             yield block.lines
             count -= block.num_rows
 
@@ -154,8 +156,18 @@ def write_chunks(store: Store, job: Job, sources: Sources, bounds: Sequence[int]
         job,
         chunks=[*job.chunks, *chunks],
         broken_lines=job.broken_lines + num_broken,
-        duplicate_ids=job.duplicate_ids + len(ids) - ids.n_unique(),
+        duplicate_ids=job.duplicate_ids + _num_repeated(hashes),
     )
+
+
+def _num_repeated(hashes: list[Any]) -> int:
+    """Return how many values of some Series of polars are there before, in these or an earlier one."""
+    if not hashes:  # polars takes a tenth of a second to load
+        return 0
+    import polars as pl
+
+    every = pl.concat(hashes)
+    return int(len(every) - every.n_unique())
 
 
 def _write_file(path: Path, pieces: Iterable[bytes], compression: str) -> str:
