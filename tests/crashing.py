@@ -31,11 +31,7 @@ _MADE = re.compile(rb"as of [0-9-]+ [0-9:]+ UTC")
 
 
 def crash_everywhere(
-    command: Sequence[str],
-    wanted: Sequence[str],
-    start: Path,
-    *,
-    step: int = 1,
+    command: Sequence[str], wanted: Sequence[str], start: Path, *, step: int = 1
 ) -> list[str]:
     """Kill `batchinfer COMMAND` before every change to files, run it again, and check that the same bytes are there.
 

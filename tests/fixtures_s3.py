@@ -63,12 +63,7 @@ def serving_s3(log: Path) -> Iterator[str]:
 
 
 @pytest.fixture
-def s3_environment(
-    s3_endpoint,
-    clean_environment,
-    monkeypatch,
-    tmp_path,
-):
+def s3_environment(s3_endpoint, clean_environment, monkeypatch, tmp_path):
     """Credentials and endpoint in the environment, for this process and those that it starts."""
     for name in list(os.environ):
         if name.startswith("AWS_"):

@@ -180,13 +180,7 @@ def test_options_of_the_server_are_arguments_and_variables_of_the_command_are_no
 )  # fmt: skip
 @pytest.mark.parametrize("quiet", [False, True])
 def test_a_mistake_is_an_error_of_ours_which_is_not_printed_too(
-    options,
-    kind,
-    said,
-    quiet,
-    capfd,
-    tmp_path,
-    monkeypatch,
+    options, kind, said, quiet, capfd, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(kind, match=said) as caught:

@@ -290,11 +290,7 @@ def neat(text: str, *, has_times: bool) -> str:
 @pytest.mark.filterwarnings("ignore:Use .content=:DeprecationWarning")
 @pytest.mark.parametrize(("steps", "needs_files"), UNITS)
 def test_the_commands_of_a_page_print_what_it_shows(
-    steps,
-    needs_files,
-    reader,
-    monkeypatch,
-    request,
+    steps, needs_files, reader, monkeypatch, request
 ):
     commands = [step.command for step in steps if not reason_for(step.command)]
     if needs_files:

@@ -31,12 +31,7 @@ def saved_lines(stage: Stage) -> set[int]:
     ids=["takes its time", "not for ever", "ends within the grace of a stop"],
 )
 def test_rows_were_not_given_up_after_the_grace_when_the_engine_had_died(
-    outage_seconds,
-    lease_seconds,
-    stop_seconds,
-    least,
-    most,
-    monkeypatch,
+    outage_seconds, lease_seconds, stop_seconds, least, most, monkeypatch
 ):
     """Nobody waits for a worker whose engine died, so the bucket may be away for some time after the death."""
     died: list[float] = []

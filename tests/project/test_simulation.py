@@ -42,20 +42,14 @@ INJECTED = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quiet():
-    """Logs are for replays. To switch them on and off takes long, for each logger of the process keeps the level."""
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
-
-
 @pytest.fixture(autouse=True)
-def no_garbage_collection():
-    """Garbage is collected between seeds, not at every few allocations."""
+def quiet():
+    """Logs are for replays. Garbage is collected between seeds, not at every few allocations."""
+    logging.disable(logging.CRITICAL)
     gc.disable()
     yield
     gc.enable()
+    logging.disable(logging.NOTSET)
 
 
 def first_violation(

@@ -35,11 +35,7 @@ UNABLE = Mock(side_effect=NotSupported("501"))
     ],
 )
 def test_a_store_is_refused_with_what_was_tried_and_what_it_did(
-    store,
-    monkeypatch,
-    verb,
-    act,
-    said,
+    store, monkeypatch, verb, act, said
 ):
     monkeypatch.setattr(store, verb, partial(act, store))
     with pytest.raises(ConfigError, match=said) as caught:

@@ -46,11 +46,7 @@ UNKNOWN = "model_not_found"
     ],
 )
 def test_rows_ask_for_the_model_and_for_adapters_by_their_names(
-    tmp_path,
-    make_row,
-    options,
-    names,
-    answered,
+    tmp_path, make_row, options, names, answered
 ):
     adapter, job = write_adapter(tmp_path / "sql"), tmp_path / "job"
     make_job(job, rows=len(names), per_chunk=4, make_row=lambda i: make_row(i, names[i]))

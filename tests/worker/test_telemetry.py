@@ -112,11 +112,7 @@ def test_a_record_is_bounded_whatever_happens(clock):
 
 @pytest.mark.parametrize(("rows", "steps", "times"), [(150, 9, 1), (400, 9, 0), (0, 0, 0)])
 def test_a_front_end_that_keeps_the_engine_waiting_is_told_once(
-    caplog,
-    monkeypatch,
-    rows,
-    steps,
-    times,
+    caplog, monkeypatch, rows, steps, times
 ):
     """A model of 1B took 34 s for what it can do in 21, and nobody said so."""
     monkeypatch.setattr("os.cpu_count", lambda: 16)
