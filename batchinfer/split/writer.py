@@ -172,13 +172,20 @@ def _num_repeated(hashes: list[Any]) -> int:
 
 def _write_file(path: Path, pieces: Iterable[bytes], compression: str) -> str:
     """Write a chunk's file, and return its sha256."""
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        for piece in _packed(pieces) if compression == "zstd" else pieces:
+            file.write(piece)
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _packed(pieces: Iterable[bytes]) -> Iterator[bytes]:
     import zstandard
 
-    with zstandard.open(path, "wb") if compression == "zstd" else path.open("wb") as file:
-        for piece in pieces:
-            file.write(piece)
-    with path.open("rb") as written:
-        return hashlib.file_digest(written, "sha256").hexdigest()
+    packer = zstandard.ZstdCompressor().compressobj()
+    yield from map(packer.compress, pieces)
+    yield packer.flush()
 
 
 def _another(store: Store) -> InputError:
