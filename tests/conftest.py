@@ -138,6 +138,8 @@ LONGEST = (
     "test_simulation",
     "test_launch",
     "test_api",
+    "test_faults",
+    "test_memory",
     "test_worker",
 )
 
