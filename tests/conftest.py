@@ -143,10 +143,12 @@ LONGEST = (
     "test_worker",
 )
 
-# Modules, and tests, that go to the process of another module, whose engine or heavy packages they share.
+# Modules, and tests, that go to the process of another module, whose engine, servers or heavy packages they share.
 TOGETHER = {
+    "test_azure": "test_contract",
     "test_commands": "test_request_matrix_vllm",
     "test_demo": "test_request_matrix_vllm",
+    "test_hints": "test_contract",
     "test_models_vllm": "test_request_matrix_vllm",
     "test_no_option_of_vllm_is_taken_for_a_misspelling_of_ours": "test_request_matrix_vllm",
     "test_playground_vllm": "test_request_matrix_vllm",
