@@ -12,7 +12,7 @@ export NO_MKDOCS_2_WARNING := 1
 # Extra arguments for the verb, as in: make test ARGS="-m slow -k split"
 ARGS ?=
 # Processes of the test run: many tests wait for a server, a child or a clock.
-JOBS ?= 4
+JOBS ?= 5
 # How many seeds `make simulate` runs; one failing seed again: ARGS="--seed 42".
 SEEDS ?= 3000
 # Of `make chaos`.
