@@ -27,7 +27,7 @@ VERSIONS ?= 0.28.0 0.29.0 0.30.0 0.31.0 0.32.0
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
 
-setup-light: ## make .venv/ with what `check`, `simulate` and `test-light` need: under 1 GB, no vLLM, no torch
+setup-light: ## make .venv/ with what `fix`, `simulate` and `test-light` need: under 1 GB, no vLLM, no torch
 	@bash scripts/setup.sh --extras dev
 
 setup: ## add vLLM for the CPU and what else `test` and `bench` need: 5 GB
@@ -51,7 +51,8 @@ fix: setup-light ## format, mend what ruff can, record the goldens anew
 	$(PY) -m ruff format .
 	cd tests && PYTHONPATH=. ../$(PY) -m goldens
 
-check: setup-light ## lint, format, types, import layers, links of the docs
+check: ## lint, format, types, import layers, links of the docs
+	@bash scripts/setup.sh --extras dev,docs
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
@@ -87,5 +88,6 @@ build: setup-light ## wheel and sdist in dist/, checked, installed and tried in 
 compat: ## the tests of the engine with the CPU builds of vLLM's last five releases; writes docs/compatibility.md
 	bash scripts/compat.sh $(VERSIONS)
 
-docs: setup-light ## build the site in build/site: these pages, every command's options, the Python interface
+docs: ## build the site in build/site: these pages, every command's options, the Python interface
+	@bash scripts/setup.sh --extras dev,docs
 	$(PY) -m mkdocs build
