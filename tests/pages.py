@@ -56,3 +56,4 @@ def whole(block: str) -> Iterator[str]:
         if words.count("do") == words.count("done") and not line.endswith("\\"):
             yield from [command.rstrip()] if words else []
             command = ""
+    assert not command.strip(), f"never ends: {command}"

@@ -147,7 +147,7 @@ class Collection:
 
         drawn = None if self._config.sample is None else self._drawn(self._config.sample)
         for table in self._windows():
-            taken = table if drawn is None else _named_in(table, drawn)
+            taken = table if drawn is None else _only(table, drawn)
             yield taken if self._is_table else pa.table({"line": self._encoded(taken)})
 
     def _drawn(self, size: int) -> Any:
@@ -237,7 +237,7 @@ class Collection:
                 hint="SQL over the columns "
                 f"{', '.join(known)}{more}; for example --where 'error_code IS NOT NULL'",
             ) from error
-        return _named_in(table, found)
+        return _only(table, found)
 
     def _encoded(self, table: Any) -> Any:
         """Return the lines of a form that is no table."""
@@ -248,7 +248,7 @@ class Collection:
         return pa.array(map(encode, lines, sources), pa.binary())
 
 
-def _named_in(table: Any, rows: Any) -> Any:
+def _only(table: Any, rows: Any) -> Any:
     """Return the rows of a table whose numbers are among these."""
     from pyarrow import compute  # it takes its time to load
 

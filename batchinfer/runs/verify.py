@@ -5,6 +5,7 @@ Outputs and chunks are read line by line, so the memory used does not grow with 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 from collections import Counter
@@ -121,6 +122,8 @@ def run_verify(config: VerifyConfig, *, open_store: OpenStore, clock: Clock) -> 
     Raises:
         InputError: there is no run, or the run's job cannot be found.
     """
+    # A client for each chunk would reach no connection again.
+    open_store = functools.cache(open_store)
     store = open_store(config.run)
     inventory = take_inventory(store, now=clock.now())
     target = find_target(store, open_store, job_url=config.job)

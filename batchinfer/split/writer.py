@@ -6,13 +6,13 @@ What an earlier command left that was killed, or had other options, is replaced 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from msgspec import UNSET
@@ -104,17 +104,18 @@ def write_chunks(store: Store, job: Job, sources: Sources, bounds: Sequence[int]
     from tqdm import tqdm
 
     before, chunks, blocks = len(job.chunks), list[Chunk](), sources.blocks(bounds)
-    num_broken, hashes = 0, list[Any]()
+    num_broken, ids = 0, None
 
     def lines(count: int) -> Iterator[bytes]:
-        nonlocal num_broken
+        nonlocal num_broken, ids
         while count:
             block = next(blocks)
             num_broken += block.num_broken
-            if len(block.ids) and sum(map(len, hashes)) < _MOST_IDS:
-                import polars as pl
+            if len(block.ids) and (ids is None or len(ids) < _MOST_IDS):
+                import polars as pl  # it takes a tenth of a second, and many jobs have no ids
 
-                hashes.append(pl.Series(block.ids, dtype=pl.Binary).drop_nulls().hash())
+                hashes = pl.Series(block.ids, dtype=pl.Binary).drop_nulls().hash()
+                ids = hashes if ids is None else ids.append(hashes)
             yield block.lines
             count -= block.num_rows
 
@@ -156,18 +157,8 @@ def write_chunks(store: Store, job: Job, sources: Sources, bounds: Sequence[int]
         job,
         chunks=[*job.chunks, *chunks],
         broken_lines=job.broken_lines + num_broken,
-        duplicate_ids=job.duplicate_ids + _num_repeated(hashes),
+        duplicate_ids=job.duplicate_ids + (0 if ids is None else len(ids) - ids.n_unique()),
     )
-
-
-def _num_repeated(hashes: list[Any]) -> int:
-    """Return how many values of some Series of polars are there before, in these or an earlier one."""
-    if not hashes:  # polars takes a tenth of a second to load
-        return 0
-    import polars as pl
-
-    every = pl.concat(hashes)
-    return int(len(every) - every.n_unique())
 
 
 def _write_file(path: Path, pieces: Iterable[bytes], compression: str) -> str:
@@ -197,12 +188,12 @@ def _another(store: Store) -> InputError:
 
 def refer_to(job: Job, sources: Sources) -> Job:
     """Add files of JSON Lines to a job as its chunks. They are read again, for their checksums."""
-    chunks, row, num_broken = list[Chunk](), 0, 0
+    chunks, row, num_broken, store_at = list[Chunk](), 0, 0, functools.cache(open_store)
     with contextlib.closing(Scratch()) as scratch:
         for index, file in enumerate(sources.files):
             root, key = split_name(file.url)
             name = layout.chunk_name(index, len(sources.files))
-            local = fetch(open_store(root), ChunkRef(name, root, key), scratch)
+            local = fetch(store_at(root), ChunkRef(name, root, key), scratch)
             with local.path.open("rb") as lines:
                 num_broken += sum(raw_members(line) is None for line in lines)
             local.path.unlink()

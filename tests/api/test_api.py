@@ -169,7 +169,6 @@ def test_options_of_the_server_are_arguments_and_variables_of_the_command_are_no
     [
         ({"prompt_column": "txet"}, errors.UsageError, "data.jsonl: has no column 'txet'"),
         ({"max_tokens": -1}, errors.UsageError, "^Invalid value for '--max-tokens'"),
-        ({"max_tokens": -1, "quiet": True}, errors.UsageError, "^Invalid value"),
         ({"output": "-"}, errors.ConfigError, "is for the command line"),
         *(
             ({"data": each}, errors.InputError, "is no file, table, or list of prompts")
@@ -179,12 +178,13 @@ def test_options_of_the_server_are_arguments_and_variables_of_the_command_are_no
         ({"data": []}, errors.UsageError, "data.jsonl: holds no rows"),
     ],
 )  # fmt: skip
+@pytest.mark.parametrize("quiet", [False, True])
 def test_a_mistake_is_an_error_of_ours_which_is_not_printed_too(
-    options, kind, said, capfd, tmp_path, monkeypatch
+    options, kind, said, quiet, capfd, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(kind, match=said) as caught:
-        run(**options)
+        run(**options, quiet=quiet)
     assert not list(tmp_path.iterdir()), "an empty folder was left"
     shown = capfd.readouterr().err
     assert not (kind is errors.InputError and "kept in" in shown), "there is nothing to keep"
@@ -194,7 +194,7 @@ def test_a_mistake_is_an_error_of_ours_which_is_not_printed_too(
     notes = getattr(caught.value, "__notes__", [])
     assert notes == ([f"hint: {hint}"] if hint else []), "a traceback shows the hint"
     assert not re.search(said, shown)
-    assert not (options.get("quiet") and shown)
+    assert not (quiet and shown)
 
 
 def started(folder: Path, code: str) -> subprocess.Popen[str]:

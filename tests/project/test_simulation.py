@@ -73,7 +73,7 @@ class TestPromises:
     def test_claims_only_save_work(self):
         """Were every claim to lapse at once, the markers would still keep every promise about the data."""
         with DEFECTS["claims_lapse_at_once"]():
-            assert first_violation(range(25), watches_claims=False) is None
+            assert first_violation(range(40), watches_claims=False) is None
 
     @pytest.mark.parametrize("name", KINDS)
     def test_every_kind_of_injection_strikes(self, name):

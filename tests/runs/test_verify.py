@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -273,10 +274,12 @@ def test_many_chunks_are_verified_by_one_listing_in_one_scratch_folder_that_does
         return new_path(scratch, name)
 
     monkeypatch.setattr(Scratch, "new_path", watched)
-    opened = {store.url: store, str(tmp_path): open_store(str(tmp_path))}.__getitem__
+    places = {store.url: store, str(tmp_path): open_store(str(tmp_path))}
+    opened = Mock(side_effect=places.__getitem__)
     assert verify(store, opened, deep=True).result["chunks_sound"] == 40
     assert store.requests["list"] == 1
     assert store.requests["get"] < 2 * 40, "each marker is read once"
+    assert opened.call_count < 10, "a store is opened for all chunks"
     assert len(folders) == 1
     assert max(num_files) <= 1 + 2 * NUM_COMPARISONS
     store.delete([layout.marker_key(f"part-{index:05d}") for index in range(30)])

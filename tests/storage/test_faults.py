@@ -45,7 +45,7 @@ def proxy(s3_environment, monkeypatch):
 
 
 SMALL, LARGE = b"old", os.urandom(MIB)
-FILES = {"whole": os.urandom(MIB + 1), "in parts": os.urandom(LEAST_PART + 1)}
+FILES = {"whole": os.urandom(5 * MIB), "in parts": os.urandom(LEAST_PART + 1)}
 
 
 def download(store: Store, scratch: Path) -> bool:
