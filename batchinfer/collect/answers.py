@@ -188,10 +188,14 @@ class Answers:
             self._failure = error
             raise
 
-    def one(self, *expressions: str) -> tuple[Any, ...]:
-        """Return the values of aggregates over all rows."""
-        query = f"SELECT {', '.join(expressions)} FROM {self._name}"
-        return tuple(self._sql.execute(query).fetchall()[0])
+    def in_parts(self, query: str) -> Iterator[tuple[Any, ...]]:
+        """Yield what a query gives that runs several times, each time over rows of limited bytes, named `part`.
+
+        DuckDB takes thousands of rows at once, however large they are, and each expression may copy their texts.
+        """
+        for start, stop in itertools.pairwise(self.ends):
+            part = f"part AS (FROM {self._name} WHERE _row >= {start} AND _row < {stop})"
+            yield from self._sql.execute(f"WITH {part} {query}").fetchall()
 
     def columns(self, *wanted: str) -> dict[str, str]:
         """Return the columns of the table in order: expressions over `answers`, by their names.
@@ -200,7 +204,9 @@ class Answers:
         """
         every = {name: f"list_transform(items, lambda i: i.{name})" for name in _SEVERAL}
         first = [f"coalesce(list_any_value({values}), {name})" for name, values in every.items()]
-        counts = self.one("count(items)", *(f"count({name})" for name in (*first, *_OPTIONAL)))
+        counted = (f"count({name})" for name in ("items", *first, *_OPTIONAL))
+        found_here = self.in_parts(f"SELECT {', '.join(counted)} FROM part")
+        counts = [sum(numbers) for numbers in zip(*found_here, strict=True)]
         found = {name: name for name in ("_row", "_id", "status")}
         for name, count in zip((*_SEVERAL, *_OPTIONAL), counts[1:], strict=True):
             if not count and name not in (*wanted, *_COUNTS):
@@ -285,7 +291,7 @@ def sql_errors(what: str) -> Iterator[None]:
             raise ScratchFull(f"{what}: {error}", hint=hint) from error
         hint = f"{ASK_VERIFY} it"
         if isinstance(error, duckdb.OutOfMemoryException):
-            hint = "rows are too large to make columns of: name columns or rows, or use --format openai-batch"
+            hint = "rows are too large to make columns of: use --format openai-batch"
         raise InputError(f"{what}: {str(error).splitlines()[0]}", hint=hint) from error
 
 

@@ -12,7 +12,7 @@ import json
 import logging
 import math
 from base64 import b64decode
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,8 +31,11 @@ _BATCH_ROWS = 4096
 
 MAX_NAMES = 100
 """Most names of an object. One with more is probably a map with arbitrary keys, and stays JSON text."""
-_LARGE = r"(^|[\[,:{\s])-?([0-9]{%d,}|[0-9.]+[eE]\+?[0-9]{3,})([,\]}\s]|$)"
-"""Numbers of so many digits, or beyond float64."""
+_MOST_STRUCTURES = 1000
+"""Most structures of a member. One with more is a map with arbitrary keys, too."""
+_LARGE = r"[0-9]{%d,}([,\]}\s]|$)|[0-9]{200,}|[eE]\+?[0-9]{3,}"
+"""Integers of so many digits, or numbers beyond float64."""
+_STRING = r'"([^"\\]|\\.)*"'
 _FLOAT_DIGITS, _INT_DIGITS = 16, 19
 _MOST_LEVELS = 40
 """Levels of arrays and objects that make a column. Readers of parquet take no more than 100, two for a list."""
@@ -49,6 +52,7 @@ class JsonColumns:
 
     Args:
         sql: Connection with the answers.
+        answers: The answers.
         value: SQL of the JSON values. Those that are no objects count as null.
         example: An object with values of the types that members should have where all of their values fit.
         most_names: Most names beside the example's that all objects together may have, else they have no columns.
@@ -57,37 +61,54 @@ class JsonColumns:
     def __init__(
         self,
         sql: Any,
+        answers: Answers,
         value: str,
         example: Mapping[str, Any] | None = None,
         *,
         most_names: float = math.inf,
     ) -> None:
         self._value = f"CASE WHEN json_type({value}) = 'OBJECT' THEN {value} END"
-        # DuckDB keeps all values that json_group_structure reads, so it gets one of each structure.
-        rows = f"SELECT {self._value} AS v, row_number() OVER () AS r FROM answers"
-        rows += f" UNION ALL SELECT {quoted(json.dumps(example or {}), chr(39))}::JSON, {2**62}"
-        some = f"SELECT any_value(v) AS v, min(r) AS r FROM ({rows}) GROUP BY json_structure(v) ORDER BY r"
-        [found] = sql.execute(f"SELECT json_group_structure(v) FROM ({some})").fetchall()[0]
-        shape = {} if is_deep(found.encode()) else json.loads(found)
-        shape = shape if isinstance(shape, dict) else {}
-        shape = shape if len(shape.keys() - (example or {}).keys()) <= most_names else {}
+        values = f"(SELECT {self._value} AS v, _row FROM part)"
+        # One value of each structure is enough to tell a member's type.
+        found = defaultdict[str, dict[str, str]](dict)
+        members = "unnest(json_keys(v)) AS name, unnest(json_extract(v, '$.*')) AS member"
+        query = f"""SELECT name, json_structure(member)::VARCHAR, any_value(member)::VARCHAR
+            FROM (SELECT _row, {members}, generate_subscripts(json_keys(v), 1) AS place FROM {values})
+            GROUP BY 1, 2 ORDER BY min(_row), min(place)"""
+        for name, structure, text in answers.in_parts(query):
+            if len(found[name]) <= _MOST_STRUCTURES:
+                found[name].setdefault(structure, text)
+        odd = {
+            name: "JSON"
+            for name, texts in found.items()
+            if len(texts) > _MOST_STRUCTURES or any(is_deep(each.encode()) for each in texts)
+        }
+        given = [json.dumps(example or {})]
+        for name, texts in found.items():
+            if name not in odd:
+                given += (f"{{{json.dumps(name)}:{text}}}" for text in texts.values())
+        query = "SELECT json_group_structure(v::JSON) FROM (SELECT unnest($1) AS v)"
+        [shared] = sql.execute(query, [given]).fetchall()[0]
+        shared = json.loads(shared) if example or len(given) > 1 else {}
+        shape: dict[str, Shape] = {**dict.fromkeys(found), **shared, **odd}
+        if len(shape.keys() - (example or {}).keys()) > most_names:
+            logger.warning("JSON answers have more than %d names together: no columns", most_names)
+            shape = {}
         count = Counter(map(str.casefold, shape))
-        self.kinds, large = dict[str, Shape](), dict[str, str]()
+        self.kinds, numbers = dict[str, Shape](), defaultdict[int, list[str]](list)
         for name, kind in shape.items():
             types = {"JSON"} if not name or count[name.casefold()] > 1 else set[str]()
             signed = _signed(kind, types)
             types.update({"JSON"} if is_deep(json.dumps(kind).encode(), _MOST_LEVELS) else ())
             self.kinds[name] = "JSON" if "JSON" in types else signed
             if "JSON" not in types and types & {"DOUBLE", "UBIGINT", "HUGEINT", "UHUGEINT"}:
-                pattern = _LARGE % (_FLOAT_DIGITS if "DOUBLE" in types else _INT_DIGITS)
-                large[name] = f"bool_or(regexp_matches({self._member(name)}::VARCHAR, '{pattern}'))"
-        names = list(large)
-        for start in range(0, len(names), MAX_NAMES):  # each name takes memory
-            some_names = names[start : start + MAX_NAMES]
-            query = f"SELECT {', '.join(large[name] for name in some_names)} FROM answers"
-            row = sql.execute(query).fetchall()[0]
-            changed = (name for name, is_large in zip(some_names, row, strict=True) if is_large)
-            self.kinds |= dict.fromkeys(changed, "JSON")
+                numbers[_FLOAT_DIGITS if "DOUBLE" in types else _INT_DIGITS].append(name)
+        for digits, names in numbers.items():
+            paths = f"[{', '.join(map(_pointer, names))}]"
+            members = f"unnest(json_extract(v, {paths}))::VARCHAR AS text, generate_subscripts({paths}, 1) AS place"
+            is_large = rf"regexp_matches(regexp_replace(text, '{_STRING}', '', 'g'), '{_LARGE % digits}')"
+            query = f"SELECT DISTINCT place FROM (SELECT {members} FROM {values}) WHERE {is_large}"
+            self.kinds |= {names[place - 1]: "JSON" for [place] in answers.in_parts(query)}
 
     @property
     def json_texts(self) -> list[str]:
@@ -104,15 +125,16 @@ class JsonColumns:
     def columns(self, struct: str) -> dict[str, str]:
         """Return the SQL of each column by its name, where the relation has `self.struct` under the name `struct`."""
         return {
-            name: f"nullif({self._member(name)}::VARCHAR, 'null')"
+            name: f"nullif(json_extract({self._value}, {_pointer(name)})::VARCHAR, 'null')"
             if kind == "JSON"
             else f"struct_extract({struct}, {quoted(name, chr(39))})"
             for name, kind in self.kinds.items()
         }
 
-    def _member(self, name: str) -> str:
-        pointer = "/" + name.replace("~", "~0").replace("/", "~1")
-        return f"json_extract({self._value}, {quoted(pointer, chr(39))})"
+
+def _pointer(name: str) -> str:
+    """Return the SQL of the path to a member of a JSON value."""
+    return quoted("/" + name.replace("~", "~0").replace("/", "~1"), "'")
 
 
 def _signed(shape: Shape, types: set[str]) -> Shape:
@@ -179,12 +201,14 @@ def vector_column(answers: Answers, task: str, column: str, value: str) -> tuple
         value: SQL of that column.
     """
     is_list = column == "embeddings"
-    least, most = answers.one(f"min(list_min({_LENGTHS}))", f"max(list_max({_LENGTHS}))")
+    query = f"SELECT unnest([min(list_min({_LENGTHS})), max(list_max({_LENGTHS}))]) FROM part"
+    lengths = [length for [length] in answers.in_parts(query) if length is not None]
+    least, most = min(lengths), max(lengths)
     is_nested, is_number = least < 0, task == "reward" and least == most == 1
     vector = f"TRY_CAST({_FLOATS} AS FLOAT[{most if least == most > 0 else ''}])"
     name = "reward" if task == "reward" and (is_number or is_nested) else "embedding"
     if is_nested:
-        vector = "TRY_CAST(v::JSON AS FLOAT[][])"
+        vector = f"CASE WHEN {_LENGTH} < 0 THEN TRY_CAST(v::JSON AS FLOAT[][]) END"
         name = "token_embeddings" if name == "embedding" else "rewards"
     elif is_number:
         vector += "[1]"

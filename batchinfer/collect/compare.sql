@@ -26,7 +26,8 @@ WITH joined AS (
     FROM joined
 )
 SELECT * EXCLUDE (a_words, b_words, equal),
-    len(list_intersect(a_words, b_words)) / len(list_distinct(a_words || b_words)) AS common
+    -- An answer without text, such as a call of a tool, has no word in common with one.
+    coalesce(len(list_intersect(a_words, b_words)), 0) / len(list_distinct(list_concat(a_words, b_words))) AS common
 FROM words;
 
 -- The views below are what `compare` tells, in this order. Answers are those of rows that both runs have answered.

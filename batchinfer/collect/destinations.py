@@ -43,7 +43,7 @@ STARTED_KEY = "_COLLECTING"
 """Key of the object that a folder has until its collection is complete. It holds the collection's key."""
 CARD = "README.md"
 """File of a data set's repository that the Hub shows as its page."""
-OWN_NAME = re.compile(r"^(data/)?part-\d{5,}(\.parquet|\.jsonl|\.csv)$")
+OWN_NAME = re.compile(r"^part-\d{5,}(\.parquet|\.jsonl|\.csv)$")
 _ADDRESS = re.compile(r"^hf://datasets/(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<branch>[^/@]+))?/?$")
 
 
@@ -247,7 +247,8 @@ class HubDestination:
         if record and record.key == key and record.files.keys() <= files:
             return record
         self._old = {name for name in files if suffix_of(name) and not name.startswith(".")}
-        _check_free(self.url, self._old, is_taken=bool(self._old) and not self._config.overwrite)
+        names = (name.removeprefix("data/") for name in self._old)
+        _check_free(self.url, names, is_taken=bool(self._old) and not self._config.overwrite)
         own = record.card_sha256 if record else ""
         self._keeps_card = CARD in files and codec.sha256(self._read(CARD)) != own
         return None

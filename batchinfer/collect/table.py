@@ -102,7 +102,7 @@ class Collection:
     def _json_columns(self, schema: Any) -> dict[str, str]:
         """Return the columns of answers that are JSON objects, beside those of all answers."""
         value, example = "TRY_CAST(text AS JSON)", example_of(schema)
-        members = JsonColumns(self._sql, value, example, most_names=MAX_NAMES)
+        members = JsonColumns(self._sql, self.answers, value, example, most_names=MAX_NAMES)
         self._relation = f"(SELECT *, {members.struct} AS members FROM {self._relation})"
         self._json_texts.update(f"answer_{name}" for name in members.json_texts)
         columns = members.columns("members")
@@ -111,12 +111,10 @@ class Collection:
     def _columns_of_chunks(self) -> dict[str, str]:
         """Return the source's columns in the chunks, whose types are found from all values."""
         value = "TRY_CAST(source AS JSON)"
-        [num_odd] = self.answers.one(
-            f"count(*) FILTER (json_type({value}) IS DISTINCT FROM 'OBJECT')"
-        )
-        if num_odd:
+        odd = f"json_type({value}) IS DISTINCT FROM 'OBJECT'"
+        if num_odd := sum(n for [n] in self.answers.in_parts(f"SELECT count(*) FROM part WHERE {odd}")):
             logger.warning("%d lines of the source are no JSON objects", num_odd)
-        found = JsonColumns(self._sql, value)
+        found = JsonColumns(self._sql, self.answers, value)
         names = chosen(self._config.columns, [n for n in found.kinds if n not in ("_row", "_id")])
         found.kinds = {name: found.kinds[name] for name in names}
         if texts := found.json_texts:
@@ -227,7 +225,7 @@ class Collection:
             sql.register("rows", table.select(known))
             # WHERE refuses functions of several rows: of the rows at hand they would be wrong.
             query = (
-                f"SELECT {quoted(known[0])} FROM rows WHERE CAST(({self._config.where}) AS BOOLEAN)"
+                f"SELECT {quoted(known[0])} FROM rows WHERE CAST(({self._config.where}\n) AS BOOLEAN)"
             )
             found = sql.sql(query).to_arrow_table()[0]
         except duckdb.Error as error:

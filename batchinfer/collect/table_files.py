@@ -6,6 +6,7 @@ The same tables give the same bytes.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -119,39 +120,28 @@ class CsvWriter:
     """Writes CSV. An empty text is "", a null is nothing; what CSV has no form for is JSON text."""
 
     def __init__(self, path: Path, schema: Any) -> None:
-        import pyarrow as pa
-        from pyarrow import csv, types
-
-        tests = (types.is_integer, types.is_floating, types.is_boolean, types.is_string)
-        self._schema = pa.schema(
-            (field.name, field.type if any(test(field.type) for test in tests) else pa.string())
-            for field in schema
-        )
-        self._file = csv.CSVWriter(str(path), self._schema)
+        self._file = path.open("wb")
         self.close = self._file.close
+        self.write_table(schema.empty_table(), has_header=True)
 
-    def write_table(self, table: Any) -> None:
+    def write_table(self, table: Any, *, has_header: bool = False) -> None:
         """Append the rows of an Arrow table."""
-        import pyarrow as pa
+        import polars as pl
 
-        columns = [
-            column
-            if column.type == field.type and _is_valid(column)
-            else pa.array(map(_cell, _values(column, field.name)), field.type)
-            for column, field in zip(table.columns, self._schema, strict=True)
-        ]
-        self._file.write_table(pa.Table.from_arrays(columns, schema=self._schema))
+        from batchinfer.split.parquet_rows import plain_frame
 
-
-def _is_valid(column: Any) -> bool:
-    """Whether texts are UTF-8, which Arrow does not check when it reads them."""
-    import pyarrow as pa
-
-    try:
-        column.validate(full=True)
-    except pa.ArrowInvalid:
-        return False
-    return True
+        plain = plain_frame(table, "the rows")
+        columns = {
+            name: pl.Series(map(_cell, _values(column, name)), dtype=pl.String)
+            if series.dtype.is_nested() or series.dtype.is_temporal()
+            else series
+            for name, column, series in zip(table.column_names, table.columns, plain, strict=True)
+        }
+        lines = io.BytesIO()
+        # By itself, polars quotes no lone \r, which readers of CSV take for the end of a row.
+        frame = pl.DataFrame(columns)
+        frame.write_csv(lines, include_header=has_header, quote_style="non_numeric")
+        self._file.write(lines.getvalue().decode(errors="replace").encode())
 
 
 def _cell(value: msgspec.Raw) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import io
 import logging
 import os
@@ -82,6 +83,10 @@ class Wanted(Record, frozen=True, kw_only=True):
     delimiter: str = ""
     """Character between the values of CSV; "" for a comma, or a tab in .tsv files."""
 
+    def takes(self, name: str) -> bool:
+        """Whether a column is kept, or names the rows."""
+        return self.columns is None or name in (*self.columns, self.id_column)
+
 
 class Block(NamedTuple):
     """Some consecutive rows."""
@@ -143,25 +148,21 @@ def locate(argument: str) -> list[DataFile]:
         system, path = _filesystem(join_url(url, ""))
         # What a pattern's last part matches counts as named, but as in shells a dot only if it is typed.
         named = "._" if posixpath.basename(path).startswith(".") else "_"
-        hiding = rf"/(?![{named}][^/]*$)[._]"
-        folders: list[str] = []
+        hiding = "/[._]"
+        # Nobody typed the present folder's path, so no character in it makes a pattern.
+        here = str(Path.cwd()) if is_local(argument) and path.startswith(str(Path.cwd())) else ""
         try:
             listed = {path: system.info(path)}
         except FileNotFoundError:
-            if not re.search(r"[*?\[]", path):
+            if not re.search(r"[*?\[]", path.removeprefix(here)):
                 raise
-            before, deep, _ = path.partition("**")
-            try:
-                listed = system.glob(path, detail=True)
-            except ValueError as error:
-                hint = "as in 'FOLDER/**/*.parquet'"
-                raise ConfigError(f"{argument}: {error}", hint=hint) from error
-            folders = system.glob(before) if deep else []
-        else:
-            if listed[path]["type"] == "directory":
-                listed, folders, hiding = system.find(path, detail=True), [path], "/[._]"
-        for folder in folders if is_local(argument) else ():
-            _look_into(folder)
+            pattern = glob.escape(here) + path.removeprefix(here)
+            hiding = rf"/(?![{named}][^/]*$)[._]"
+            listed = _matching(system, pattern, argument)
+        for folder in [name for name, info in listed.items() if info["type"] == "directory"]:
+            if is_local(argument):
+                _look_into(folder)
+            listed |= system.find(folder, detail=True)
         found, hidden = list[DataFile](), list[DataFile]()
         for name in sorted(listed):
             info = listed[name]
@@ -179,6 +180,29 @@ def locate(argument: str) -> list[DataFile]:
         logger.info("%s: left out %s, %s first", argument, what, left_out[0])
     _check_formats(argument, chosen)
     return chosen
+
+
+def _matching(system: Any, pattern: str, argument: str) -> dict[str, dict[str, Any]]:
+    """Return what matches a pattern, by names, as fsspec describes it.
+
+    Raises:
+        ConfigError: It is no pattern.
+        PermissionError: A folder in which something could match cannot be listed.
+    """
+    before, deep, _ = pattern.partition("**")
+    if is_local(argument) and not deep:  # links to folders are followed, as in a shell, which fsspec does not
+        for folder in filter(os.path.isdir, glob.glob(posixpath.dirname(pattern))):
+            os.scandir(folder).close()
+        matching = glob.glob(pattern, include_hidden=True)
+        return {name: {"type": "directory" if os.path.isdir(name) else "file"} for name in matching}
+    for folder in system.glob(before) if is_local(argument) else ():
+        _look_into(folder)
+    try:
+        found: dict[str, dict[str, Any]] = system.glob(pattern, detail=True)
+    except ValueError as error:
+        hint = "as in 'FOLDER/**/*.parquet'"
+        raise ConfigError(f"{argument}: {error}", hint=hint) from error
+    return found
 
 
 def _look_into(folder: str) -> None:
@@ -279,6 +303,8 @@ def opened(url: str) -> Iterator[Any]:
         if packing := packing_of(url):
             import pyarrow
 
+            if not file.peek(1):
+                raise damaged(url, "")
             unpacked = pyarrow.input_stream(file, compression=packing)
             file = io.BufferedReader(unpacked, _BUFFER_BYTES)
         try:
@@ -296,6 +322,14 @@ def opened(url: str) -> Iterator[Any]:
 def is_local(url: str) -> bool:
     """Whether a URL or path is one of this machine."""
     return split_url(url)[0] == "file"
+
+
+def place_of(url: str) -> str:
+    """Return what the same file has in common under all its names; of links to files each is one of its own."""
+    if not is_local(url):
+        return url
+    folder, name = os.path.split(local_path(url))
+    return os.path.join(os.path.realpath(folder), name)
 
 
 def _filesystem(url: str) -> tuple[Any, str]:
@@ -328,6 +362,9 @@ def reading(url: str) -> Iterator[None]:
         hint = "check the disk or the network, then run the same command again"
         raise StorageError(f"{url}: cannot be read ({error})", hint=hint) from error
     except Exception as error:
-        if isinstance(error, UnicodeDecodeError) or type(error).__module__.startswith("pyarrow"):
+        if isinstance(error, UnicodeDecodeError):
+            hint = f"convert it: iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW{ending(url)}"
+            raise InputError(f"{url}: is not UTF-8 ({error})", hint=hint) from error
+        if type(error).__module__.startswith("pyarrow"):
             raise damaged(url, str(error)) from error
         raise

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import BinaryIO, cast
 
 import msgspec
@@ -20,7 +22,8 @@ from batchinfer.core.errors import InputError
 from batchinfer.split.files import Block, DataFile, Wanted, changed, opened
 
 _BATCH_BYTES = 4 << 20
-_BATCH_ROWS = 16_384
+_BATCH_ROWS, _SAMPLE_ROWS = 16_384, 16
+_DAY = 86_400 * 10**9
 _UUID = (r"^(.{8})(.{4})(.{4})(.{4})(.{12})$", "$1-$2-$3-$4-$5")
 
 
@@ -52,10 +55,15 @@ def batches(file: DataFile, wanted: Wanted) -> Iterator[pl.DataFrame]:
         parquet = pq.ParquetFile(there, metadata=metadata, pre_buffer=False)
         groups = range(parquet.num_row_groups)
         num_bytes = sum(metadata.row_group(group).total_byte_size for group in groups)
-        at_once = max(1, min(_BATCH_ROWS, _BATCH_BYTES * file.rows // max(1, num_bytes)))
+        # In the file, a text that repeats counts once. A batch shows how large the rows really are.
+        row_bytes = max(1.0, num_bytes / file.rows)
+        for sample in itertools.islice(parquet.iter_batches(_SAMPLE_ROWS, [0], columns=needed), 1):
+            row_bytes = max(row_bytes, sample.nbytes / max(1, sample.num_rows))
         # pyarrow cannot make one batch of several row groups where lists or structs hold dictionaries.
         for group in groups:
+            at_once = max(1, min(_BATCH_ROWS, int(_BATCH_BYTES / row_bytes)))
             for batch in parquet.iter_batches(at_once, [group], columns=needed):
+                row_bytes = max(row_bytes, batch.nbytes / max(1, batch.num_rows))
                 # A name with a dot may bring other columns along, which `select` leaves out.
                 yield plain_frame(pa.Table.from_batches([batch.select(needed)]), file.url)
 
@@ -151,6 +159,10 @@ def _form(kind: pa.DataType, where: str) -> tuple[pa.DataType, Callable[[pl.Expr
     # pyarrow cannot cast nulls within a part of a struct.
     if pa.types.is_decimal(kind) or pa.types.is_null(kind):
         return pa.string(), None
+    if pa.types.is_time(kind):  # polars would make null of 24:00
+        return (pa.int32() if kind.bit_width == 32 else pa.int64()), partial(_time, kind.unit)
+    if pa.types.is_duration(kind) and kind.unit == "s":  # polars would not notice an overflow
+        return pa.duration("ms"), None
     if pa.types.is_timestamp(kind):  # polars knows no time zones that are offsets
         return pa.timestamp(kind.unit, "UTC" if kind.tz else None), None
     if pa.types.is_nested(kind) or pa.types.is_interval(kind):
@@ -159,3 +171,10 @@ def _form(kind: pa.DataType, where: str) -> tuple[pa.DataType, Callable[[pl.Expr
             hint="leave it out: --columns A,B,…",
         )
     return kind, (lambda value: value.bin.encode("base64")) if "binary" in str(kind) else None
+
+
+def _time(unit: str, value: pl.Expr) -> pl.Expr:
+    """Return the text of a time of day, which is counted in units; outside of a day its nanoseconds."""
+    nanoseconds = value.cast(pl.Int64) * {"s": 10**9, "ms": 10**6, "us": 1000, "ns": 1}[unit]
+    inside = pl.when(nanoseconds.is_between(0, _DAY, closed="left")).then(nanoseconds)
+    return pl.coalesce(inside.cast(pl.Time).dt.to_string("%T%.f"), pl.format("{} ns", nanoseconds))

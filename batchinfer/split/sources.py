@@ -138,7 +138,7 @@ class Sources(Record, frozen=True, kw_only=True):
         """
         chosen = self.wanted.columns
         for file in self.files:
-            refuse_columns([n for n in file.columns if chosen is None or n in chosen], file.url)
+            refuse_columns(filter(self.wanted.takes, file.columns), file.url)
         refuse_columns(chosen or (), "--columns")
         for name in chosen or ():
             self.require_column("--columns", name)
@@ -214,7 +214,7 @@ def count_sources(
     wanted = Wanted(columns=columns, delimiter=delimiter)
     rows = 0
     located = [file for argument in arguments for file in files.locate(argument)]
-    urls = Counter(file.url for file in located)
+    urls = Counter(files.place_of(file.url) for file in located)
     if urls.total() > len(urls):
         hint = "name it once; to have its rows twice, copy it"
         raise InputError(f"{urls.most_common(1)[0][0]}: is named twice", hint=hint)
@@ -270,7 +270,7 @@ def count_listed(url: str) -> Sources:
     store, name = split_name(url)
     folder = open_store(store).url
     with files.reading(url):
-        lines = open_store(store).get(name).data.decode().split("\n")
+        lines = open_store(store).get(name).data.decode("utf-8-sig").split("\n")
     places = []
     for name in filter(None, map(str.strip, lines)):
         place = name if is_absolute(name) else join_url(folder, name)

@@ -23,7 +23,7 @@ from batchinfer.core.option_help import FIRST, NO_OPTION, Count, Opt
 from batchinfer.core.records import Job, Record
 from batchinfer.ledger.jobs import decode_job, identity, is_absolute
 from batchinfer.split import writer
-from batchinfer.split.files import is_local
+from batchinfer.split.files import is_local, place_of
 from batchinfer.split.sources import Sources, count_listed, count_sources
 from batchinfer.storage import Store
 from batchinfer.storage.opening import local_path, open_store
@@ -260,7 +260,7 @@ def _check_fits(url: str, job: Job, new: Sources) -> None:
             spelled.append(os.path.normpath(local_path(file.url)))
         if spelled[0] in known or any(is_absolute(n) and n.endswith(ends) for n in spelled):
             raise InputError(
-                f"{file.url}: has changed since its rows became a part of the job, expected only new files",
+                f"{file.url}: has the name of a file of the job and other rows, expected only new files",
                 hint="put the new rows into a file of their own; if all its rows are new, rename it; if it is CSV that "
                 "has not changed, give the --delimiter that the job was made with",
             )
@@ -275,10 +275,8 @@ def _check_fits(url: str, job: Job, new: Sources) -> None:
 
 
 def _canonical(url: str) -> str:
-    """Return what names a file: its URL without the Hub's revision, or its real path."""
-    if is_local(url):
-        return os.path.realpath(local_path(url))
-    return re.sub(r"^(hf://[^@]+)@[^/]+", r"\1", url)
+    """Return what names a file, whatever its bytes are: its place, without the Hub's revision."""
+    return re.sub(r"^(hf://[^@]+)@[^/]+", r"\1", place_of(url))
 
 
 def _refuse_runs(store: Store, output: str) -> None:

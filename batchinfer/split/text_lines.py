@@ -47,8 +47,9 @@ def _sample_columns(lines: list[bytes], url: str) -> list[str]:
         InputError: None of them is a JSON object, so the file is of another form.
     """
     objects = list(map(raw_members, lines[:_SAMPLE_LINES]))
-    if all(members is None for members in objects):
-        is_array = lines[0].lstrip().startswith(b"[")
+    is_array = lines[0].strip() == b"["
+    if is_array or all(members is None for members in objects):
+        is_array |= lines[0].lstrip().startswith(b"[")
         what = "is a JSON array" if is_array else f"holds no JSON object in {len(objects)} lines"
         raise InputError(
             f"{url}: {what}, expected one object on each line, in UTF-8",
@@ -142,8 +143,7 @@ def _records(file: DataFile, wanted: Wanted, texts: Iterable[str]) -> Iterator[d
     try:
         records = filter(None, reader)
         header = next(records, [])
-        names = [name for name in header if wanted.columns is None or name in wanted.columns]
-        refuse_columns(names, file.url)
+        refuse_columns(filter(wanted.takes, header), file.url)
         for record in records:
             if len(record) != len(header):
                 what = f"{len(record)} values, expected the header's {len(header)}"

@@ -65,8 +65,8 @@ class Store(Protocol):
     def put_file(self, key: str, path: Path) -> None:
         """Put an object from a local file, in bounded memory, over any that is there.
 
-        Callers that must not overwrite each other's objects give them different names. The caller may remove the file
-        afterwards.
+        Callers that must not overwrite each other's objects give them different names. Afterwards the caller may remove
+        the file, but must not change it: a local store may share its bytes.
         """
 
     def replace(self, key: str, data: bytes, etag: str) -> str:

@@ -120,10 +120,12 @@ class LocalStore:
         with scratch_errors(path.parent):
             source = path.open("rb")
         with source, self._new(key) as (target, temp):
-            with temp.open("xb") as copy:
-                shutil.copyfileobj(source, copy)
-                copy.flush()
-                os.fsync(copy.fileno())
+            try:
+                os.link(path, temp)  # it costs nothing where both are on one filesystem
+            except OSError:
+                shutil.copyfile(path, temp)
+            with temp.open("rb+") as file:
+                os.fsync(file.fileno())
             temp.replace(target)
 
     def replace(self, key: str, data: bytes, etag: str) -> str:

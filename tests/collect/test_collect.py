@@ -132,16 +132,17 @@ def test_a_run_of_which_every_row_failed_has_the_columns(job):
 
 
 def test_json_lines_hold_json_and_csv_its_text_and_empty_texts_are_not_missing(job, tmp_path):
-    rows = table(job, [chat('a,"b"\n', tool_calls=[CALL]), chat(""), TOO_LONG]).to_pylist()
+    rows = table(job, [chat('a,"b"\r.\n', tool_calls=[CALL]), chat(""), TOO_LONG]).to_pylist()
     collect(job / "runs/a", tmp_path / "a.jsonl")
     for row in rows:
         row["tool_calls"] = json.loads(row["tool_calls"] or "null")
     assert lines_of(tmp_path / "a.jsonl") == rows
     assert rows[0]["tool_calls"][0]["function"] == CALL["function"]
     collect(job / "runs/a", tmp_path / "a.csv")
-    text = (tmp_path / "a.csv").read_text()
-    first = next(csv.DictReader(io.StringIO(text)))
-    assert (first["text"], json.loads(first["tool_calls"])) == ('a,"b"\n', rows[0]["tool_calls"])
+    text = (tmp_path / "a.csv").read_bytes().decode()
+    first = next(csv.DictReader(io.StringIO(text, newline="")))
+    assert first["text"] == rows[0]["text"] == 'a,"b"\r.\n'
+    assert json.loads(first["tool_calls"]) == rows[0]["tool_calls"]
     empty, missing = text.split("\n")[3:5]
     assert (empty.split(",")[3], missing.split(",")[3]) == ('""', "")
 
@@ -188,6 +189,7 @@ def test_what_is_no_vector_costs_only_its_own_cell(odd, nested, job):
     [column] = [name for name in found.column_names if "embedding" in name]
     values = found[column].to_pylist()
     assert [values[0], *values[2:]] == [good] * (ROWS - 1)
+    assert values[1] is None or values[1] == odd != good[0]
 
 
 FLOATS, DOUBLES = pa.list_(pa.float32()), pa.list_(pa.float64())
@@ -281,11 +283,19 @@ def test_json_lines_hold_an_answer_in_one_line_and_what_is_no_json_as_text(job, 
     assert found == [[1, 2], "x", "[NaN]", [1]]
 
 
-def test_answers_that_no_columns_fit_are_text(job):
-    given = [DEEP, json.dumps({str(n): n for n in range(101)}), "[1]"]
+@pytest.mark.parametrize(
+    ("given", "columns"),
+    [
+        ([DEEP, json.dumps({str(n): n for n in range(101)}), "[1]"], {}),
+        ([DEEP, '{"b": 1}'], {"answer_a": DEEP[5:-1], "answer_b": None}),
+        (["no JSON"], {}),
+    ],
+)
+def test_what_no_columns_fit_is_text(job, given, columns):
     found = table(job, list(map(chat, given)), answer_json=True)
-    assert found["text"].to_pylist()[:3] == given
-    assert not [name for name in found.column_names if name.startswith("answer")]
+    assert found["text"].to_pylist()[: len(given)] == given
+    first = found.to_pylist()[0].items()
+    assert {name: value for name, value in first if name.startswith("answer")} == columns
 
 
 # --------------------------------------------------------------------------- rows
@@ -507,10 +517,12 @@ def test_a_finished_collection_is_left_alone_and_another_is_not_replaced(
     record = tmp_path / "out/_COLLECTED"
     record.write_bytes(record.read_bytes().replace(b'"files"', b'"sizes"'))
     assert collect(run, tmp_path / "out", **another)["status"] == "SUCCESS"
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/data.parquet").write_bytes(b"mine")
-    with pytest.raises(InputError, match="something else"):
-        collect(run, tmp_path / "mine", overwrite=True)
+    for name in ("data.parquet", "data/part-00000.parquet"):
+        mine = tmp_path / name.replace(".", "-") / name
+        mine.parent.mkdir(parents=True)
+        mine.write_bytes(b"mine")
+        with pytest.raises(InputError, match="something else"):
+            collect(run, tmp_path / name.replace(".", "-"), overwrite=True)
 
 
 @pytest.mark.parametrize(

@@ -56,3 +56,13 @@ def test_runs_of_other_jobs_are_refused(runs, tmp_path):
     finish_run(tmp_path / "other", tmp_path / "other/runs/a")
     with pytest.raises(InputError, match="not runs over one job"):
         compare(runs[0], str(tmp_path / "other/runs/a"))
+
+
+def test_a_text_and_none_have_no_word_in_common(tmp_path):
+    make_job(tmp_path / "job", rows=2, per_chunk=2)
+    runs = [tmp_path / "job/runs" / name for name in "ab"]
+    for run, first in zip(runs, (chat(None), chat("so it is")), strict=True):
+        answers = {0: first, 1: chat(f"so it {run.name}")}
+        finish_run(tmp_path / "job", run, answers.__getitem__)
+    differing = compare(*map(str, runs))["differing"]
+    assert [(each["row"], each["words_in_common"]) for each in differing] == [(0, 0.0), (1, 0.5)]

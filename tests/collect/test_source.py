@@ -220,6 +220,7 @@ def test_values_in_json_lines_and_csv_are_those_of_chunks(tmp_path):
 # --------------------------------------------------------------------------- chunks
 
 LONG = 2**53 + 1
+NOTED = pa.struct({"x": pa.float64(), "y": pa.string()})
 
 
 def is_same(value: Any, text: str) -> bool:
@@ -252,6 +253,8 @@ def is_same(value: Any, text: str) -> bool:
         (["{}", "null", "null"], pa.string()),
         (["NaN", "1", "-Infinity"], pa.float64()),
         (["1e400", "1", "null"], pa.string()),
+        ([f"{'9' * 309}e5", f"1{'0' * 400}.5", "1.5"], pa.string()),
+        (['{"x": 0.5, "y": "no 1234567890123456, "}'] * 3, NOTED),
         (['{"x": NaN}', '{"x": 1.0}', "null"], pa.struct({"x": pa.float64()})),
         (['"a"', '"2026-01-01"', '"\\u0000b"'], pa.string()),
         (['"a"', "1", "null"], pa.string()),
@@ -265,6 +268,13 @@ def test_no_value_becomes_another(values, kind, tmp_path):
     assert column.type == kind
     for text, value in zip(values, column.to_pylist(), strict=True):
         assert is_same(value, text), (value, text)
+
+
+def test_large_rows_with_many_numbers_fit_into_memory(tmp_path):
+    """DuckDB takes 2048 rows at once, and held their texts for each of the numbers."""
+    texts = [json.dumps({"text": "x" * 10**4} | {f"n{n}": row for n in range(10)}) for row in range(3000)]
+    run = finished_lines(tmp_path, list(map(str.encode, texts)), per_chunk=1500)
+    assert table_of(run, tmp_path, with_source=True)["n9"].to_pylist() == list(range(3000))
 
 
 def test_lines_of_any_kind_cost_no_other_row(tmp_path, caplog):

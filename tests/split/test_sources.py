@@ -65,6 +65,17 @@ def test_a_folder_gives_its_data_by_name_and_nothing_hidden(tmp_path, caplog):
         numbers(data)
 
 
+def refuse_to_list(monkeypatch: pytest.MonkeyPatch, *ends: str) -> None:
+    scandir = os.scandir
+
+    def refuse(path: Any) -> Any:
+        if str(path).endswith(ends):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+
+
 @pytest.mark.parametrize("pattern", ["data", "data/**/*.jsonl", "d*/**/*.jsonl"])
 def test_a_folder_below_that_is_not_read_is_named(tmp_path, caplog, pattern, monkeypatch):
     """fsspec leaves out, without a word, what it may not list, and links to folders."""
@@ -75,16 +86,22 @@ def test_a_folder_below_that_is_not_read_is_named(tmp_path, caplog, pattern, mon
     source = f"{tmp_path}/{pattern}"
     assert numbers(source) == [1, 1]
     assert f"left out {tmp_path}/data/link, a link to a folder" in caplog.text
-    scandir = os.scandir
-
-    def refuse(path: Any) -> Any:
-        if str(path).endswith(("/b", "/.trash")):
-            raise PermissionError(errno.EACCES, "Permission denied", path)
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", refuse)
+    refuse_to_list(monkeypatch, "/b", "/.trash")
     with pytest.raises(AccessDenied, match=f"Permission denied: '{tmp_path}/data/b'"):
         numbers(source)
+
+
+def test_a_pattern_takes_what_a_shell_would_in_folders_of_any_name(tmp_path, monkeypatch):
+    for n, name in enumerate(("data[1]/a", "data[1]/b.jsonl", "data1/a", "elsewhere")):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "n.jsonl").write_text(f'{{"n":{n}}}')
+    (tmp_path / "data[1]/link").symlink_to("../elsewhere")
+    monkeypatch.chdir(tmp_path / "data[1]")
+    assert numbers("*/n.jsonl") == [0, 1, 3]
+    assert numbers("b*") == numbers(f"{tmp_path}/data?1?/*.jsonl") == [1]
+    refuse_to_list(monkeypatch, "/a")
+    with pytest.raises(AccessDenied, match=r"Permission denied: '.*/data\[1\]/a'"):
+        numbers("*/n.jsonl")
 
 
 def test_sources_of_several_formats_and_packings_follow_each_other(tmp_path):
@@ -103,8 +120,9 @@ def test_sources_of_several_formats_and_packings_follow_each_other(tmp_path):
     limited = count_sources(sources, limit=4)
     assert limited.rows == 4
     assert [source.url for source in limited.as_job().sources] == [sources[0], sources[2]]
-    with pytest.raises(InputError, match=r"none\.parquet: is named twice"):
-        count_sources([*sources, str(tmp_path / "n*")])
+    for again in ("n*", f"../{tmp_path.name}/none.parquet"):
+        with pytest.raises(InputError, match=r"none\.parquet: is named twice"):
+            count_sources([*sources, f"{tmp_path}/{again}"])
 
 
 def test_our_own_mistakes_are_not_told_as_those_of_the_data(tmp_path, monkeypatch):
@@ -119,9 +137,13 @@ def test_a_large_file_is_read_in_pieces(tmp_path):
     csv = "n,text\n" + "".join(f"{n},{'x' * 1000}\n" for n in range(20_000))
     (tmp_path / "b.csv").write_text(csv)
     (tmp_path / "c.csv").write_text("n,text\n" + "".join(f"{n},{'x' * 10**6}\n" for n in range(9)))
-    for name, count in (("a.jsonl", 10_000), ("b.csv", 20_000), ("c.csv", 9)):
+    texts = {"n": range(4000), "text": ["x" * 10_000] * 4000}  # which the file holds once
+    pq.write_table(pa.table(texts), tmp_path / "d.parquet")
+    files = {"a.jsonl": 10_000, "b.csv": 20_000, "c.csv": 9, "d.parquet": 4000}
+    for name, count in files.items():
         assert numbers(tmp_path / name) == list(range(count))
-        assert len(list(count_sources([str(tmp_path / name)]).blocks())) > 1
+        blocks = count_sources([str(tmp_path / name)]).blocks()
+        assert max(len(block.lines) for block in blocks) < 6 << 20
 
 
 BAD: dict[str, tuple[bytes | None, str, str]] = {
@@ -136,7 +158,9 @@ BAD: dict[str, tuple[bytes | None, str, str]] = {
     "g.csv": (b"n,m\r1,2\r", "or \\r ends lines", "end lines in"),
     "c.csv": (b"n,m\n1,2\n3\n", "line 3: 1 values, expected the header's 2", "--delimiter"),
     "d.csv": (b"n,n\n1,2\n", "column 'n' is there twice", "rename"),
-    "e.csv": (b"n\n\xe9\n", "'utf-8' codec can't decode", "write the file again"),
+    "e.csv": (b"n\n\xe9\n", "'utf-8' codec can't decode", "iconv -f WINDOWS-1252"),
+    "e.jsonl": (b'[\n{"n":1},\n{"n":2}\n]\n', "is a JSON array", "jq -c '.[]'"),
+    "e.jsonl.gz": (b"", "truncated (ends early)", "again"),
     "a.parquet": (b"PAR1 and no more", "a.parquet: wrong, corrupt or truncated", "again"),
     "a.jsonl.gz": (gzip.compress(b'{"n":1}\n' * 99)[:-9], "truncated", "again"),
     "x.parquet.zst": (zstandard.compress(b"PAR1"), "only be read unpacked", "zstd -d FILE"),
@@ -156,6 +180,14 @@ def test_bad_input_is_refused_with_what_to_do(tmp_path, monkeypatch, name):
     assert what in caught.value.message
     assert hint in caught.value.hint
     assert "\n" not in caught.value.message + caught.value.hint
+
+
+def test_ids_of_a_column_that_is_there_twice_are_refused(tmp_path):
+    pq.write_table(pa.table([pa.array([1])] * 3, ["a", "a", "b"]), tmp_path / "d.parquet")
+    (tmp_path / "d.csv").write_text("a,a,b\n1,2,3\n")
+    for path in (tmp_path / "d.parquet", tmp_path / "d.csv"):
+        with pytest.raises(InputError, match="column 'a' is there twice"):
+            rows_of(count_sources([str(path)], columns=["b"], id_column="a"))
 
 
 def test_damage_within_a_parquet_is_named(tmp_path):

@@ -221,7 +221,7 @@ def test_what_does_not_fit_the_job_is_not_appended(grown, tmp_path):
     make_source(tmp_path / "b.parquet", *range(5))
     pq.write_table(pa.table({"n": [1], "prompt": ["x"], "more": [2]}), tmp_path / "d.parquet")
     before = tree(grown)
-    what = r"b\.parquet: has changed since its rows became a part"
+    what = r"b\.parquet: has the name of a file of the job"
     refused(what, tmp_path / "b.parquet", grown, append=True)
     sources = [make_source(tmp_path / "c.parquet", 7), tmp_path / "d.parquet"]
     refused("lacks the column 'more', which new files have", sources, grown, append=True)
@@ -252,7 +252,7 @@ def test_a_changed_file_is_known_by_any_spelling_of_its_path(tmp_path, monkeypat
         Path("link").symlink_to(file.parent)
     else:
         monkeypatch.chdir("/")
-    what = "has changed since its rows became a part of the job"
+    what = "has the name of a file of the job and other rows"
     refused(what, other.format(tmp_path), tmp_path / "job", append=True)
 
 
@@ -264,7 +264,7 @@ def test_a_changed_file_is_known_below_a_link_that_the_job_names(tmp_path, monke
     split("link/a.parquet", tmp_path / "x/job")
     make_source(tmp_path / "a.parquet", *range(12))
     monkeypatch.chdir("/")
-    what = "has changed since its rows became a part of the job"
+    what = "has the name of a file of the job and other rows"
     refused(what, tmp_path / "x/link/a.parquet", tmp_path / "x/job", append=True)
 
 

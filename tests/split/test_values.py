@@ -126,6 +126,16 @@ def test_dates_out_of_range_are_refused(tmp_path):
         lines_of(tmp_path)
 
 
+def test_times_outside_of_a_day_and_too_long_durations_are_no_other_values(tmp_path):
+    times = pa.array([[86_400_000, -1, 1]], pa.list_(pa.time32("ms")))
+    pq.write_table(pa.table({"c": times}), tmp_path / "x.parquet")
+    found = rows_of(tmp_path)[0]["c"]
+    assert found == ["86400000000000 ns", "-1000000 ns", "00:00:00.001"]
+    pq.write_table(pa.table({"c": pa.array([2**62], pa.duration("s"))}), tmp_path / "x.parquet")
+    with pytest.raises(InputError, match="out of bounds"):
+        rows_of(tmp_path)
+
+
 TWICE = pa.struct([("a", pa.int8()), ("a", pa.int8())])
 
 

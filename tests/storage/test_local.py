@@ -113,10 +113,14 @@ def test_full_disk_is_a_storage_error_and_leaves_nothing(store, tmp_path, monkey
     assert [path.name for path in (store.root / "a").iterdir()] == ["b"]
 
 
+@pytest.mark.parametrize("is_apart", [False, True])
 def test_bytes_are_on_the_disk_before_the_name_and_the_name_before_the_answer(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, is_apart
 ):
-    """P2 and P3: a marker must not outlive a power cut that its output does not."""
+    """P2 and P3: a marker must not outlive a power cut that its output does not.
+
+    A file of another filesystem is copied, others are not.
+    """
     store = LocalStore(tmp_path / "store")
     store.create("outputs/first", b"x")
     source = tmp_path / "built"
@@ -130,8 +134,13 @@ def test_bytes_are_on_the_disk_before_the_name_and_the_name_before_the_answer(
         real(handle)
 
     monkeypatch.setattr(os, "fsync", fsync)
+    if is_apart:
+        apart = OSError(errno.EXDEV, "Invalid cross-device link")
+        monkeypatch.setattr(os, "link", Mock(side_effect=apart))
     store.put_file("outputs/a", source)
     assert synced == [(target.stat().st_ino, False), (target.parent.stat().st_ino, True)]
+    assert target.read_bytes() == b"rows\n"
+    assert os.path.samefile(source, target) != is_apart
 
 
 def test_a_lock_that_may_not_be_made_is_refused_access(store: LocalStore, monkeypatch):
