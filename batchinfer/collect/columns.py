@@ -106,7 +106,9 @@ class JsonColumns:
         for digits, names in numbers.items():
             paths = f"[{', '.join(map(_pointer, names))}]"
             members = f"unnest(json_extract(v, {paths}))::VARCHAR AS text, generate_subscripts({paths}, 1) AS place"
-            is_large = rf"regexp_matches(regexp_replace(text, '{_STRING}', '', 'g'), '{_LARGE % digits}')"
+            is_large = (
+                rf"regexp_matches(regexp_replace(text, '{_STRING}', '', 'g'), '{_LARGE % digits}')"
+            )
             query = f"SELECT DISTINCT place FROM (SELECT {members} FROM {values}) WHERE {is_large}"
             self.kinds |= {names[place - 1]: "JSON" for [place] in answers.in_parts(query)}
 

@@ -112,7 +112,9 @@ class Collection:
         """Return the source's columns in the chunks, whose types are found from all values."""
         value = "TRY_CAST(source AS JSON)"
         odd = f"json_type({value}) IS DISTINCT FROM 'OBJECT'"
-        if num_odd := sum(n for [n] in self.answers.in_parts(f"SELECT count(*) FROM part WHERE {odd}")):
+        if num_odd := sum(
+            n for [n] in self.answers.in_parts(f"SELECT count(*) FROM part WHERE {odd}")
+        ):
             logger.warning("%d lines of the source are no JSON objects", num_odd)
         found = JsonColumns(self._sql, self.answers, value)
         names = chosen(self._config.columns, [n for n in found.kinds if n not in ("_row", "_id")])
@@ -224,9 +226,7 @@ class Collection:
             sql = self._sql.cursor()
             sql.register("rows", table.select(known))
             # WHERE refuses functions of several rows: of the rows at hand they would be wrong.
-            query = (
-                f"SELECT {quoted(known[0])} FROM rows WHERE CAST(({self._config.where}\n) AS BOOLEAN)"
-            )
+            query = f"SELECT {quoted(known[0])} FROM rows WHERE CAST(({self._config.where}\n) AS BOOLEAN)"
             found = sql.sql(query).to_arrow_table()[0]
         except duckdb.Error as error:
             more = "" if self._config.with_source else ", and the source's with --with-source"

@@ -97,7 +97,7 @@ def no_run(store: Store) -> InputError:
     return InputError(
         f"{store.url}: no run there: no run.json, which the first worker writes once its engine has loaded",
         hint="check the URL: it is what --output says, by default JOB/runs/default, of `batchinfer run -o DEST` "
-        "DEST.batchinfer/run",
+        "DEST.batchinfer/run; where only run.json is gone, a worker with the run's options writes it again",
     )
 
 

@@ -25,6 +25,7 @@ from batchinfer.ledger.inventory import Inventory, take_inventory
 from batchinfer.ledger.runs import read_run
 from batchinfer.runs.stop import require_run
 from batchinfer.storage import ObjectInfo, Store
+from batchinfer.storage.scratch import remove_quietly
 
 DEFAULT_AGE_SECONDS = 3600.0
 ANY_AGE = float("-inf")
@@ -80,7 +81,7 @@ def run_clean(config: CleanConfig, *, store: Store, clock: Clock) -> dict[str, A
     if config.yes:
         store.delete([one.info.key for one in removed])
         for path in temps:
-            path.unlink(missing_ok=True)
+            remove_quietly(path)
     return {
         "status": "SUCCESS",
         "run": store.url,

@@ -7,6 +7,7 @@ compared with each other, or converted to storage's clock by adding the offset o
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable
@@ -258,14 +259,15 @@ def _recent(record: Worker) -> Rate:
     """A worker's rate over the last minutes before its heartbeat, by its own clock.
 
     Time before the engine was loaded is left out. The record counts the rows of a minute together, so the minute in
-    which a later start of the worker loaded its engine counts as a whole: the start before may have finished its rows.
+    which a later start of the worker loaded its engine is left out, too: the start before may have finished its rows.
     """
     first = int(record.heartbeat // 60) - RECENT_MINUTES
     ready = _ready(record)
-    begin = max(first * 60.0, ready if record.num_starts <= 1 else ready // 60 * 60)
+    is_later = record.num_starts > 1
+    begin = max(first * 60.0, math.ceil(ready / 60) * 60.0 if is_later else ready)
     minutes = [minute for minute in record.minutes if minute.minute >= begin // 60]
     return _rate(
-        max(record.heartbeat - begin, 1.0),
+        max(record.heartbeat - begin, 0.0 if is_later else 1.0),
         sum(minute.rows for minute in minutes),
         sum(minute.prompt_tokens for minute in minutes),
         sum(minute.completion_tokens for minute in minutes),

@@ -25,6 +25,7 @@ from batchinfer.core.clock import Clock
 from batchinfer.core.errors import AlreadyExists, BatchinferError, ConfigError
 from batchinfer.core.json_text import read_object
 from batchinfer.core.option_help import Opt
+from batchinfer.core.printable import printable_record
 from batchinfer.core.records import Marker, Record
 from batchinfer.formats.lines import answer_of, read_line
 from batchinfer.ledger.chunk_files import fetch
@@ -77,6 +78,7 @@ def render_page(snapshot: Snapshot, seen: Overview, samples: list[dict[str, Any]
     """Return the whole page as HTML."""
     import jinja2
 
+    seen = printable_record(seen)
     loader = jinja2.PackageLoader("batchinfer.runs")
     environment = jinja2.Environment(
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined

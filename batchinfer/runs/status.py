@@ -14,7 +14,6 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from rich import box
 from rich.console import Console, Group
-from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -37,6 +36,7 @@ from batchinfer.runs.overview import Overview, Rate, WorkerView, add_up, overvie
 MAX_SHOWN_WORKERS = 60
 _ALARMING = ("idle", "slow", "stalled", "gone", "failed")
 """States at which somebody should look: they are red, and workers in them are named. All others are green."""
+_TOO_EARLY_SECONDS = 60.0
 _MOST_MARKERS = 2000
 """Most markers that `status` reads, where it has to."""
 
@@ -83,8 +83,8 @@ def look_closely(
 ) -> tuple[Snapshot, Overview]:
     """Read a run and, if `reads_markers`, its markers: one request each. Their sums are exactly those of the outputs.
 
-    Markers of a finished run are read in any case if some rows were asked again, which workers count twice, and if
-    there are not very many.
+    Markers of a finished run are read in any case if some rows were asked again, which workers count twice, or are
+    being asked again, and if there are not very many.
 
     Raises:
         InputError: there is no such run, or the run cannot be read.
@@ -92,8 +92,11 @@ def look_closely(
     store = open_store(config.run)
     snapshot = look_at(store, open_store, clock, config.job)
     generations = snapshot.markers
-    is_done = rows_of(snapshot).keys() <= generations.keys()
-    reads_markers |= is_done and any(generations.values()) and len(generations) <= _MOST_MARKERS
+    rows = rows_of(snapshot)
+    counted_rows = add_up(worker.record for worker in snapshot.workers).rows_done
+    is_again = any(generations.values()) or counted_rows > sum(rows.values())
+    is_done = rows.keys() <= generations.keys() and len(generations) <= _MOST_MARKERS
+    reads_markers |= is_again and is_done
     counted = add_up(read_markers(store, generations).values()) if reads_markers else None
     seen = overview(snapshot, config.price_per_hour, is_spot=config.is_spot, of_markers=counted)
     return snapshot, with_launches(seen, store, config.namespace)
@@ -129,12 +132,13 @@ def watch(
         The overview that was shown last.
     """
     seen = look()
-    live = Live(render(seen, console.width), console=console, auto_refresh=False)
-    with suppress(KeyboardInterrupt), live:
+    console.print(render(seen, console.width))
+    with suppress(KeyboardInterrupt):
         while every_seconds and seen.state not in ("done", "stopped"):
             clock.sleep(every_seconds)
             seen = look()
-            live.update(render(seen, console.width), refresh=True)
+            console.clear()  # of a terminal; a file has one after the other
+            console.print(render(seen, console.width))
     return seen
 
 
@@ -157,7 +161,9 @@ def figures_of(seen: Overview) -> Iterator[Figure]:
         why = _why_no_rows(seen)
         yield ("now", why, "") if why else _rate("now", seen.recent)
         if seen.eta_seconds is None:
-            yield "time left", "not known", why or "no row was finished lately"
+            is_early = seen.recent.seconds < _TOO_EARLY_SECONDS
+            lately = "too early to say" if is_early else "no row was finished lately"
+            yield "time left", "not known", why or lately
         else:
             until = f"until {units.moment(seen.time + seen.eta_seconds)}"
             yield "time left", units.duration(seen.eta_seconds), until
@@ -238,7 +244,7 @@ def _chunks(view: WorkerView) -> str:
 COLUMNS = (
     Column("worker", lambda view: view.id, is_text=True),
     Column("state", lambda view: view.state, is_text=True),
-    Column("machine", _machine, is_text=True, least_width=120),
+    Column("machine", _machine, is_text=True, least_width=160),
     Column("chunks", _chunks, is_text=True, least_width=120),
     Column("rows", lambda view: units.count(view.rows_done)),
     Column("rows/s", lambda view: units.short(view.recent.rows)),
@@ -282,8 +288,10 @@ def _worker_table(workers: list[WorkerView], width: int) -> Table:
     columns = [column for column in COLUMNS if width >= column.least_width]
     for column in columns:
         justify: Any = "left" if column.is_text else "right"
-        table.add_column(column.name, justify=justify, no_wrap=True, max_width=32)
-    order = sorted(workers, key=lambda view: (view.state in ("done", "gone"), view.id))
+        # A long name takes several lines, for its end tells workers apart. A number is never cut.
+        how: Any = {"no_wrap": not column.is_text, "overflow": "fold", "max_width": 32}
+        table.add_column(column.name, justify=justify, **how)
+    order = sorted(workers, key=lambda view: (not view.is_alive, view.state == "done", view.id))
     for view in order[:MAX_SHOWN_WORKERS]:
         styles = {"state": _style(view.state)}
         table.add_row(*(Text(one.cell(view), styles.get(one.name, "")) for one in columns))

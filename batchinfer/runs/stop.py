@@ -9,7 +9,7 @@ from batchinfer.cli.config_commands import config_command
 from batchinfer.cli.terminal import say
 from batchinfer.core import codec, layout
 from batchinfer.core.clock import Clock, iso_utc
-from batchinfer.core.errors import AlreadyExists, ConfigError
+from batchinfer.core.errors import AlreadyExists, BatchinferError, ConfigError
 from batchinfer.core.option_help import NO_OPTION
 from batchinfer.core.records import Record
 from batchinfer.ledger.runs import no_run
@@ -87,4 +87,11 @@ def command(config: StopConfig) -> dict[str, Any]:
         text = "may go on; start its workers again"
     for line in (f"{result['run']}: {text}", *result.get("left", ())):
         say(line)
+    if result.get("left"):
+        what = "not all launches are cancelled, so machines may still cost money"
+        error = BatchinferError(
+            f"{result['run']}: {what}", hint="cancel them by the cluster's tools"
+        )
+        error.attach_result(result)
+        raise error
     return result

@@ -173,7 +173,7 @@ def run_verify(config: VerifyConfig, *, open_store: OpenStore, clock: Clock) -> 
 def _mends(target: RunTarget, url: str, findings: list[Finding]) -> dict[str, str]:
     """Return how to fix findings, by their `fix`, in the order to apply them: a fix may need an earlier one."""
     place, again = quote(url), dict.fromkeys(it.subject for it in findings if it.fix == "redo")
-    redo = "".join(f" --redo {quote(name)}" for name in again)
+    redo = "".join(f" --redo={quote(name)}" for name in again)
     mends = {
         "chunk": "restore the chunk as job.json describes it, or split again into another job",
         "resume": f"batchinfer stop --resume {place}",

@@ -190,7 +190,9 @@ def _matching(system: Any, pattern: str, argument: str) -> dict[str, dict[str, A
         PermissionError: A folder in which something could match cannot be listed.
     """
     before, deep, _ = pattern.partition("**")
-    if is_local(argument) and not deep:  # links to folders are followed, as in a shell, which fsspec does not
+    if (
+        is_local(argument) and not deep
+    ):  # links to folders are followed, as in a shell, which fsspec does not
         for folder in filter(os.path.isdir, glob.glob(posixpath.dirname(pattern))):
             os.scandir(folder).close()
         matching = glob.glob(pattern, include_hidden=True)

@@ -117,15 +117,12 @@ class LocalStore:
 
     def put_file(self, key: str, path: Path) -> None:
         """See `Store.put_file`."""
-        with scratch_errors(path.parent):
-            source = path.open("rb")
-        with source, self._new(key) as (target, temp):
+        with scratch_errors(path.parent), path.open("rb"), self._new(key) as (target, temp):
             try:
-                os.link(path, temp)  # it costs nothing where both are on one filesystem
+                os.link(path, temp)  # on one filesystem, no byte is copied
             except OSError:
                 shutil.copyfile(path, temp)
-            with temp.open("rb+") as file:
-                os.fsync(file.fileno())
+            _fsync(temp)
             temp.replace(target)
 
     def replace(self, key: str, data: bytes, etag: str) -> str:
@@ -153,7 +150,7 @@ class LocalStore:
         limit = time.time() - older_than_seconds
         for path in self.root.rglob(f".*{TEMP_SUFFIX}"):
             with contextlib.suppress(FileNotFoundError):
-                if path.stat().st_mtime < limit:
+                if path.is_file() and path.stat().st_mtime < limit:
                     yield path
 
     # ------------------------------------------------------------------ helpers of the verbs
@@ -183,7 +180,7 @@ class LocalStore:
                 yield path, temp
             finally:
                 temp.unlink(missing_ok=True)
-            _fsync_folder(path.parent)
+            _fsync(path.parent)
 
     def _make_folder(self, folder: Path) -> None:
         """Make a folder and its parents, durably."""
@@ -191,7 +188,7 @@ class LocalStore:
         try:
             for each in reversed(list(missing)):
                 each.mkdir(exist_ok=True)
-                _fsync_folder(each.parent)
+                _fsync(each.parent)
         except OSError as error:
             if error.errno not in {*_ABSENT, errno.EEXIST}:
                 raise
@@ -302,8 +299,8 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _fsync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     except OSError as error:

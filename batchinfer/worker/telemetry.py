@@ -106,6 +106,10 @@ class Telemetry:
         self.attempts = 1 if before is None else before.attempts + 1
         starts = {"num_starts": base.num_starts + 1, "last_start": self._clock.now()}
         self._base = msgspec.structs.replace(base, **starts)
+        money, known = self._present["money"] or Money(), base.money
+        if known is not None and money.price_per_hour is None:  # the machine costs what it did
+            price = {"price_per_hour": known.price_per_hour, "price_source": known.price_source}
+            self._present["money"] = msgspec.structs.replace(money, **price)
         self._minutes = Minutes(base.minutes)
         return self.snapshot()
 

@@ -272,7 +272,9 @@ def test_no_value_becomes_another(values, kind, tmp_path):
 
 def test_large_rows_with_many_numbers_fit_into_memory(tmp_path):
     """DuckDB takes 2048 rows at once, and held their texts for each of the numbers."""
-    texts = [json.dumps({"text": "x" * 10**4} | {f"n{n}": row for n in range(10)}) for row in range(3000)]
+    texts = [
+        json.dumps({"text": "x" * 10**4} | {f"n{n}": row for n in range(10)}) for row in range(3000)
+    ]
     run = finished_lines(tmp_path, list(map(str.encode, texts)), per_chunk=1500)
     assert table_of(run, tmp_path, with_source=True)["n9"].to_pylist() == list(range(3000))
 

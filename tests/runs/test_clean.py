@@ -166,7 +166,9 @@ def test_old_temporary_files_of_a_folder_go(tmp_path):
     old, young = (Path(run.url, "outputs", f".part.{name}.tmp") for name in ("old", "young"))
     for path in (old, young):
         path.write_bytes(b"x")
-    os.utime(old, (time.time() - 2 * HOUR,) * 2)
+    (folder := old.with_name(".folder.tmp")).mkdir()
+    for path in (old, folder):
+        os.utime(path, (time.time() - 2 * HOUR,) * 2)
     assert clean(run, yes=False)["temps_removed"] == 1
     assert old.exists()
     clean(run)

@@ -38,6 +38,7 @@ def run(tmp_path, monkeypatch):
         errors={EVIL: 3, "all is well": 2},
         examples={EVIL: ErrorExample(chunk=EVIL, line=0, message=EVIL)},
         finish_reasons={EVIL: 1},
+        rows_ok=0,
         rows_error=5,
     )
     overwrite(store, key, codec.encode(record))

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from batchinfer.core.records import Minute, Money, Run, Worker
@@ -150,6 +151,16 @@ def test_cost_is_that_of_all_workers_and_their_tokens():
     assert (seen.cost.so_far, seen.cost.unpriced_workers) == (0.5, 1)
     assert seen.cost.per_million_output_tokens == pytest.approx(0.5e6 / 6000)
     assert look(own, per_hour=2.0).cost.so_far == pytest.approx(2.0 * 720 / 3600)
+
+
+def test_what_a_start_before_this_one_made_is_not_its_rate():
+    late = minutes(rows=30)[-1:]  # there was no time for rows in the minute of the start
+    start = running(num_starts=2, last_start=NOW - 70, minutes=late)
+    seen = look(*(running(id=name) for name in "abc"), start)
+    assert (seen.workers[3].recent.seconds, seen.workers[3].recent.rows) == (60.0, 0.5)
+    burst = [late[0], msgspec.structs.replace(late[0], minute=late[0].minute + 1, rows=900)]
+    new = running(num_starts=2, heartbeat=NOW + 30, last_start=NOW + 20, minutes=burst)
+    assert look(new, taken=NOW + 30).recent.rows == 0.0
 
 
 def test_a_lost_replica_is_noted():

@@ -53,7 +53,11 @@ def test_rows_that_were_repaired_have_not_failed(tmp_path, limit):
     config = RunConfig(run=run, job=str(job))
     seen = run_status(config, open_store=open_store, clock=Clock())
     assert (seen.totals.rows_ok, seen.totals.rows_error) == (8, 2)
-    open_store(run).delete([layout.marker_key("part-00000", n) for n in (0, 1)])
+    store = open_store(run)
+    store.delete([key.key for key in store.list(layout.OUTPUTS) if "succeed" in key.key][1::2])
+    seen = run_status(config, open_store=open_store, clock=Clock())
+    assert seen.totals.rows_done == seen.rows.total, "also while they are asked again"
+    store.delete([layout.marker_key("part-00000", n) for n in (0, 1)])
     with mock.patch("batchinfer.runs.status.read_markers") as read:
         run_status(config, open_store=open_store, clock=Clock())
     read.assert_not_called()  # an unfinished run is looked at often
@@ -102,7 +106,14 @@ def test_the_screen_has_every_worker_and_says_who_needs_a_look(memory_url):
     words = ("sky-2026-004", "gcp/us-central1", "12 of 20 done", "1 gone (sky-2026-001)")
     for word in (*words, "$8.00 an hour"):
         assert word in text
-    assert max(map(len, shown(look(run), width=80).splitlines())) <= 80
+    narrow = shown(look(run), width=80)
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert "…" not in narrow, "nothing is cut"
+    long = "20261128-101112-7f3a-0000"
+    change_worker(run, "sky-2026-000", id=f"{long}1", state="stopped", rows_ok=1_234_567)
+    text = shown(look(run), width=120)
+    assert text.index("sky-2026-004") < text.index(long), "those at work come first"
+    assert "1,234,574" in text
 
 
 def test_watching_ends_when_the_run_is_done_or_with_ctrl_c(memory_url):
@@ -117,6 +128,7 @@ def test_watching_ends_when_the_run_is_done_or_with_ctrl_c(memory_url):
         clock = mock.Mock(sleep=mock.Mock(side_effect=asleep))
         console = Console(file=io.StringIO(), width=120)
         assert watch(lambda: look(run), console, clock, 5.0).state == state
+    assert console.file.getvalue().count("meta-llama") == 2, "a log has every look"
 
 
 # --------------------------------------------------------------------------- the command

@@ -256,7 +256,7 @@ def test_the_command_ends_with_0_or_1_and_what_to_do_also_where_the_job_has_move
     done = call("verify", run, "--job", moved)
     assert (done.status, done.result["status"], done.result["corrupt"]) == (1, "UNSOUND", 1)
     assert "2 of 3 chunks are done and sound; 1 corrupt" in done.err
-    assert f"hint: batchinfer clean {run} --redo {CHUNK} --yes" in done.err
+    assert f"hint: batchinfer clean {run} --redo={CHUNK} --yes" in done.err
 
 
 def test_many_chunks_are_verified_by_one_listing_in_one_scratch_folder_that_does_not_fill(
