@@ -190,21 +190,20 @@ def _matching(system: Any, pattern: str, argument: str) -> dict[str, dict[str, A
         PermissionError: A folder in which something could match cannot be listed.
     """
     before, deep, _ = pattern.partition("**")
-    if (
-        is_local(argument) and not deep
-    ):  # links to folders are followed, as in a shell, which fsspec does not
-        for folder in filter(os.path.isdir, glob.glob(posixpath.dirname(pattern))):
-            os.scandir(folder).close()
-        matching = glob.glob(pattern, include_hidden=True)
-        return {name: {"type": "directory" if os.path.isdir(name) else "file"} for name in matching}
+    if is_local(argument) and not deep:
+        # As a shell does, and unlike fsspec, Python follows links to folders.
+        for folder in glob.glob(posixpath.dirname(pattern)):  # noqa: PTH207 - it may be /
+            if Path(folder).is_dir():
+                os.scandir(folder).close()
+        found = map(Path, glob.glob(pattern, include_hidden=True))  # noqa: PTH207 - as above
+        return {str(path): {"type": "directory" if path.is_dir() else "file"} for path in found}
     for folder in system.glob(before) if is_local(argument) else ():
         _look_into(folder)
     try:
-        found: dict[str, dict[str, Any]] = system.glob(pattern, detail=True)
+        return dict(system.glob(pattern, detail=True))
     except ValueError as error:
         hint = "as in 'FOLDER/**/*.parquet'"
         raise ConfigError(f"{argument}: {error}", hint=hint) from error
-    return found
 
 
 def _look_into(folder: str) -> None:
@@ -330,8 +329,8 @@ def place_of(url: str) -> str:
     """Return what the same file has in common under all its names; of links to files each is one of its own."""
     if not is_local(url):
         return url
-    folder, name = os.path.split(local_path(url))
-    return os.path.join(os.path.realpath(folder), name)
+    path = local_path(url)
+    return str(Path(os.path.realpath(path.parent), path.name))
 
 
 def _filesystem(url: str) -> tuple[Any, str]:

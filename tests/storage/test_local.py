@@ -140,7 +140,7 @@ def test_bytes_are_on_the_disk_before_the_name_and_the_name_before_the_answer(
     store.put_file("outputs/a", source)
     assert synced == [(target.stat().st_ino, False), (target.parent.stat().st_ino, True)]
     assert target.read_bytes() == b"rows\n"
-    assert os.path.samefile(source, target) != is_apart
+    assert source.samefile(target) != is_apart
 
 
 def test_a_lock_that_may_not_be_made_is_refused_access(store: LocalStore, monkeypatch):
