@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 from batchinfer.core.errors import InputError
 from batchinfer.split.files import Block, DataFile, Wanted, changed, opened
 
+_END_BYTES = 64 << 10
 _BATCH_BYTES = 4 << 20
 _BATCH_ROWS, _SAMPLE_ROWS = 16_384, 16
 _DAY = 86_400 * 10**9
@@ -36,13 +37,17 @@ def count_rows(file: DataFile, _wanted: Wanted) -> DataFile:
 
 
 def read_footer(file: BinaryIO) -> tuple[pq.FileMetaData, str]:
-    """Return the metadata of an open parquet file, and the sha256 of its footer."""
+    """Return the metadata of an open parquet file, and the sha256 of its end: the footer, and data before it.
+
+    The footers of files of numbers alone may be equal where the numbers are not.
+    """
     size = file.seek(0, io.SEEK_END)
     file.seek(max(0, size - 8))
     length = int.from_bytes(file.read(4), "little") + 8
-    file.seek(max(0, size - length))
-    tail = b"PAR1" + file.read()
-    return pq.read_metadata(io.BytesIO(tail)), hashlib.sha256(tail).hexdigest()
+    file.seek(max(0, size - max(length, _END_BYTES)))
+    end = file.read()
+    footer = io.BytesIO(b"PAR1" + end[-length:])
+    return pq.read_metadata(footer), hashlib.sha256(end).hexdigest()
 
 
 def batches(file: DataFile, wanted: Wanted) -> Iterator[pl.DataFrame]:

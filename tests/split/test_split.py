@@ -217,6 +217,14 @@ def test_appended_rows_go_on_where_the_job_ended_and_its_identity_stays(grown, t
     assert last[1] == first[1] == first[0].first_sha256
 
 
+def test_files_of_numbers_are_told_apart_where_their_footers_are_equal(tmp_path):
+    for n in range(2):
+        odd = [row % 3 == n or not row for row in range(100)]
+        pq.write_table(pa.table({"n": range(100), "odd": odd}), tmp_path / f"{n}.parquet")
+    split(tmp_path / "0.parquet", tmp_path / "job")
+    assert split(tmp_path / "1.parquet", tmp_path / "job", append=True)["rows"] == 200
+
+
 def test_what_does_not_fit_the_job_is_not_appended(grown, tmp_path):
     make_source(tmp_path / "b.parquet", *range(5))
     pq.write_table(pa.table({"n": [1], "prompt": ["x"], "more": [2]}), tmp_path / "d.parquet")
