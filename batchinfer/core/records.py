@@ -42,7 +42,7 @@ class SourceFile(Record, frozen=True, kw_only=True):
     bytes: Count
     rows: Count
     digest: str
-    """sha256 of the file's rows as JSON Lines, of parquet of its end with the footer: it shows that a file has changed."""
+    """sha256 of the file's rows as JSON Lines, of parquet of its end with the footer: it tells changed files."""
 
     @property
     def content(self) -> tuple[int, int, str]:
