@@ -364,7 +364,7 @@ def reading(url: str) -> Iterator[None]:
         raise StorageError(f"{url}: cannot be read ({error})", hint=hint) from error
     except Exception as error:
         if isinstance(error, UnicodeDecodeError):
-            hint = f"convert it: iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW{ending(url)}"
+            hint = "compressed? Its name says so: .gz, .zst; else: iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW"
             raise InputError(f"{url}: is not UTF-8 ({error})", hint=hint) from error
         if type(error).__module__.startswith("pyarrow"):
             raise damaged(url, str(error)) from error
