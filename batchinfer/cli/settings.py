@@ -16,7 +16,7 @@ from batchinfer.cli.help import COMMON, SECTIONS, HelpOption, SectionOption
 from batchinfer.cli.logs import set_format, set_level
 from batchinfer.cli.options import LEFT_OUT, F, options
 from batchinfer.cli.terminal import say
-from batchinfer.cli.values import text_of
+from batchinfer.cli.values import text_of, write_names
 from batchinfer.core.errors import ConfigError, near
 from batchinfer.core.option_help import NotNegative, Opt
 from batchinfer.core.records import Record
@@ -254,7 +254,7 @@ def _click_value(option: click.Option, value: Any) -> Any:
     if isinstance(value, dict):
         return json.dumps(value)
     if isinstance(value, list):
-        return ",".join(_text(item) for item in value)
+        return write_names(list(map(_text, value)))[0]
     if isinstance(value, bool) or option.is_flag:
         return value
     return _text(value)

@@ -6,7 +6,9 @@ The second direction is for the command that resumes a run: the values in run.js
 from __future__ import annotations
 
 import contextlib
+import csv
 import functools
+import io
 import json
 import math
 import re
@@ -96,8 +98,20 @@ def _whole_or(least: int | None = None, **words: Any) -> Kind:
     return Kind({"type": str}, read, lambda value: [written.get(value, str(value))])
 
 
-def _split_commas(_flag: str, text: str) -> list[str]:
+def _split_names(_flag: str, text: str) -> list[str]:
+    """Return the names in an option. Double quotes stand around one with commas or outer blanks, as in CSV."""
+    if '"' in text:
+        return next(csv.reader([text], skipinitialspace=True))
     return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def write_names(names: list[str]) -> list[str]:
+    """Return the word of an option that has these names."""
+    has_blanks = any(name != name.strip() for name in names)
+    quoting: Any = csv.QUOTE_ALL if has_blanks else csv.QUOTE_MINIMAL
+    line = io.StringIO()
+    csv.writer(line, lineterminator="", quoting=quoting).writerow(names)
+    return [line.getvalue()]
 
 
 _REPEATED = Kind({"type": str, "multiple": True}, lambda _flag, given: list(given), list)
@@ -326,7 +340,7 @@ FORMS = {
     "folder": Kind(_PATH, lambda _flag, given: str(given), _write_plain),
     "json": Kind({"type": str}, _read_object, lambda value: [_json(value)]),
     # names with commas between
-    "names": Kind({"type": str}, _split_commas, lambda value: [",".join(value)]),
+    "names": Kind({"type": str}, _split_names, write_names),
     # the name of a file with a JSON list of objects, which is the value
     "objects": Kind(_PATH, _read_objects, lambda value: [FromFile(_json(value))]),
     # NAME=VALUE with commas between

@@ -23,7 +23,8 @@ def test_each_value_comes_from_where_it_wins_and_no_secret_is_shown(call, tmp_pa
     path = tmp_path / "run.yaml"
     path.write_text(
         "sampling: {max_tokens: 9, n: 3, top_p: 0.1, temperature: null, stop: ['###', END]}\n"
-        "split: {num_chunks: 4}\nprompt:\n  blank-columns: [a, b]\n  column: {image: photo}\nvllm: {hf_token: hf_abc}\n"
+        "split: {num_chunks: 4}\nprompt: {blank-columns: [a, 'b, c '], column: {image: photo}}\n"
+        "vllm: {hf_token: hf_abc}\n"
     )
     monkeypatch.setenv("BATCHINFER_CONFIG", str(path))
     monkeypatch.setenv("BATCHINFER_WORKER_TOP_P", "0.5")
@@ -41,7 +42,7 @@ def test_each_value_comes_from_where_it_wins_and_no_secret_is_shown(call, tmp_pa
     assert options["max-tokens"] == {"value": 9, "from": "settings file"}
     assert options["temperature"] == {"value": None, "from": "default"}
     prompt = found["resolved"]["prompt"]
-    assert (prompt["body"]["stop"], prompt["blank_columns"]) == (["###", "END"], ["a", "b"])
+    assert (prompt["body"]["stop"], prompt["blank_columns"]) == (["###", "END"], ["a", "b, c "])
     assert prompt["columns"] == {"image": ["photo"]}
     assert found["resolved"]["engine"]["server_args"] == ["--hf-token", "(secret)"]
     assert "hf_abc" not in done.out + done.err
