@@ -99,8 +99,6 @@ def test_chosen_rows_and_columns(tmp_path):
     assert twice["id"].to_pylist() == [100]
     drawn = table_of(run, tmp_path, sample=5, **options)
     assert drawn["id"].to_pylist() == [row + 100 for row in drawn["_row"].to_pylist()]
-    with pytest.raises(ConfigError, match=r"'kinds'.*did you mean .kind"):
-        collect(run, tmp_path / "out", with_source=True, columns=["kinds"])
 
 
 def test_where_takes_no_column_for_another_and_names_those_that_it_knows(tmp_path):

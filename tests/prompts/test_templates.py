@@ -6,7 +6,6 @@ import pytest
 
 from batchinfer.core.errors import ConfigError
 from batchinfer.prompts.templates import NAMED_TEMPLATES
-from batchinfer.prompts.types import Prepared
 from prompt_rows import builder, code, prepare, sent
 
 
@@ -14,28 +13,22 @@ def render(template: str, row: dict[str, Any] | None = None, **options: Any) -> 
     return str(sent(prepare(row or {}, prompt_template=template, **options))["prompt"])
 
 
-def named(name: str, row: dict[str, Any], **options: Any) -> Prepared:
-    return prepare(row, prompt_template=name, **options)
-
-
 def test_the_named_templates_are_those_of_the_guide_and_render_their_own_columns():
     assert set(NAMED_TEMPLATES) == {"alpaca", "gpteacher", "sharegpt", "completion"}
     for name, column in {"gpteacher": "instruction", "completion": "text"}.items():
-        assert "<it>" in sent(named(name, {column: "<it>"}))["prompt"]
+        assert "<it>" in render(name, {column: "<it>"})
     conversation = [{"from": "human", "value": "hi"}]
-    body = sent(named("sharegpt", {"conversations": conversation}))
+    body = sent(prepare({"conversations": conversation}, prompt_template="sharegpt"))
     assert body["messages"] == [{"role": "user", "content": "hi"}]
     needed = builder(prompt_template="sharegpt").needed_columns
     assert needed["--prompt-template sharegpt"] == ["conversations"]
-    with pytest.raises(ConfigError, match="did you mean 'alpaca'"):
-        named("alpcaa", {})
 
 
 def test_alpaca_has_a_form_with_and_one_without_input():
-    with_input = sent(named("alpaca", {"instruction": "Add", "input": "1 1"}))["prompt"]
-    without = sent(named("alpaca", {"instruction": "Add", "input": ""}))["prompt"]
+    with_input = render("alpaca", {"instruction": "Add", "input": "1 1"})
+    without = render("alpaca", {"instruction": "Add", "input": ""})
     assert with_input.endswith("\n\n### Instruction:\nAdd\n\n### Input:\n1 1\n\n### Response:")
-    assert without == sent(named("alpaca", {"instruction": "Add"}))["prompt"]
+    assert without == render("alpaca", {"instruction": "Add"})
     assert without.endswith("completes the request.\n\n### Instruction:\nAdd\n\n### Response:")
 
 

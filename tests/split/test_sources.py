@@ -120,9 +120,6 @@ def test_sources_of_several_formats_and_packings_follow_each_other(tmp_path):
     limited = count_sources(sources, limit=4)
     assert limited.rows == 4
     assert [source.url for source in limited.as_job().sources] == [sources[0], sources[2]]
-    for again in ("n*", f"../{tmp_path.name}/none.parquet"):
-        with pytest.raises(InputError, match=r"none\.parquet: is named twice"):
-            count_sources([*sources, f"{tmp_path}/{again}"])
 
 
 def test_our_own_mistakes_are_not_told_as_those_of_the_data(tmp_path, monkeypatch):
