@@ -153,6 +153,7 @@ def test_a_record_decides_neither_where_nor_which_jobs_are_cancelled(name, tmp_p
     jobs = [
         {"job_id": 3, "job_name": NAME, **running},
         {"job_id": 4, "job_name": own.name, **running},
+        {"job_id": 5, "job_name": own.name, "status": "SUCCEEDED", "end_at": 1.5},
     ]
     fake_client(clients, "sky", f"echo hint; echo {shlex.quote(json.dumps(jobs, indent=2))}")
     for client in ("kubectl", "scancel", "squeue", "sacct"):
@@ -392,11 +393,3 @@ def test_jobs_of_skypilot_are_found_by_their_whole_name(clients):
     fake_client(clients, "sky", "echo No jobs.")
     with pytest.raises(ConfigError, match="has not answered with a list"):
         find_cluster("skypilot").look(NAME, "")
-
-
-def test_only_jobs_of_skypilot_that_have_not_ended_are_cancelled(clients):
-    ended = {"job_id": 7, "status": "SUCCEEDED", "job_name": NAME, "end_at": 1.5}
-    jobs = [ended, {"job_id": 8, "status": "RUNNING", "job_name": NAME, "end_at": None}]
-    fake_client(clients, "sky", f"echo {shlex.quote(json.dumps(jobs, indent=2))}")
-    find_cluster("skypilot").cancel(NAME, "")
-    assert calls(clients, "sky")[1] == "jobs cancel -y -- 8"

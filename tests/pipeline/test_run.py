@@ -55,17 +55,12 @@ def test_every_row_has_its_answer_and_the_sources_columns(run, rows, tmp_path):
     assert "taken from the data: --prompt-column text" in run.err
     table = pq.read_table(tmp_path / "a.parquet").to_pydict()
     assert (table["text"], table["_row"]) == (TEXTS, list(range(60)))
+    assert run(rows, "-o", tmp_path / "a.parquet", "--with-source") == 0, "asked for later"
+    assert pq.read_table(tmp_path / "a.parquet")["n"].to_pylist() == list(range(60))
     pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
     assert run(tmp_path / "rows.parquet", "-o", tmp_path / "out", "--with-source") == 0
     table = pq.read_table(tmp_path / "out/part-00000.parquet").to_pydict()
     assert table["n"] == list(range(60))
-
-
-def test_columns_that_are_asked_for_later_are_joined_to_the_answers(run, rows, tmp_path):
-    dest = tmp_path / "a.parquet"
-    assert run(rows, "-o", dest) == 0
-    assert run(rows, "-o", dest, "--with-source") == 0
-    assert pq.read_table(dest)["n"].to_pylist() == list(range(60))
 
 
 TALK = [{"role": "user", "content": "hi"}]
@@ -262,10 +257,6 @@ def test_too_many_failed_rows_stay_too_many_until_they_are_allowed_or_answered_a
     assert run(source, "-o", dest, "--max-error-rate", 0.1, "--retry-errors") == 3
     assert run(source, "-o", dest, "--max-error-rate", 1, "--retry-errors") == 0
     assert run.result["worker"]["request_count"] == 30
-
-
-def test_fewer_failed_rows_than_min_errors_are_never_too_many(run, tmp_path, dest):
-    half = [{"prompt": "x" if index % 2 else None} for index in range(60)]
-    source = write_lines(tmp_path / "rows.jsonl", half)
-    assert run(source, "-o", dest, "--max-error-rate", 0.1, "--min-errors", 31) == 0
+    few = ("--max-error-rate", 0.1, "--min-errors", 31)
+    assert run(source, "-o", tmp_path / "b.jsonl", *few) == 0
     assert run.result["rows_error"] == 30

@@ -1,6 +1,5 @@
 """The run's options as fields of bodies, also as people have them in their scripts."""
 
-import json
 from typing import Any
 
 import pytest
@@ -8,20 +7,16 @@ import pytest
 from batchinfer.prompts.prompt_config import make_body
 from batchinfer.prompts.types import Sampling
 
-# The generation config of a batch guide for transformers, as it is.
-COPIED = (
-    '{"num_return_sequences": 3, "repetition_penalty": 1.18, "max_new_tokens": 500, "top_k": 20, "top_p": 0.5, '
-    '"temperature": 0.5, "do_sample": true, "use_cache": false, "prepend_bos": true}'
-)
-
 
 def sampling(**pairs: Any) -> dict[str, Any]:
     return make_body(Sampling(sampling=pairs))
 
 
 def test_a_copied_generation_config_means_what_it_meant():
-    found = sampling(**json.loads(COPIED))
+    """That of a batch guide for transformers."""
     same = {"repetition_penalty": 1.18, "temperature": 0.5, "top_p": 0.5, "top_k": 20}
+    unsaid = {"do_sample": True, "use_cache": False, "prepend_bos": True}
+    found = sampling(num_return_sequences=3, max_new_tokens=500, **same, **unsaid)
     assert found == {"n": 3, "max_tokens": 500} | same
 
 

@@ -163,21 +163,13 @@ def test_earlier_calls_of_tools_get_the_form_of_the_api():
     }
 
 
-@pytest.mark.parametrize(
-    ("turns", "expected"),
-    [
-        (1, ["s", "u1"]),
-        (2, ["s", "u1", "a1", "u2"]),
-        (0, ["s", "u1", "a1", "u2"]),
-    ],
-)
-def test_turns_choose_how_much_of_a_conversation_is_sent(turns, expected):
-    assert contents(chat("s", "u1", "a1", "u2", "a2", "a3"), turns=turns) == expected
-
-
-def test_a_conversation_of_fewer_turns_than_asked_for_ends_with_its_last_user():
-    assert contents(chat("s", "u1", "a1", "t1"), turns=2) == ["s", "u1"]
-    assert contents(chat("s", "u1", "a1", "t1"), turns=0) == ["s", "u1", "a1", "t1"]
+def test_turns_choose_how_much_of_a_conversation_is_sent():
+    talk = chat("s", "u1", "a1", "u2", "a2", "a3")
+    assert contents(talk, turns=1) == ["s", "u1"]
+    assert contents(talk, turns=2) == contents(talk, turns=0) == ["s", "u1", "a1", "u2"]
+    fewer = chat("s", "u1", "a1", "t1")
+    assert contents(fewer, turns=2) == ["s", "u1"], "it ends with its last user"
+    assert contents(fewer, turns=0) == ["s", "u1", "a1", "t1"]
 
 
 def test_a_system_prompt_takes_the_place_of_the_conversations_own():

@@ -3,6 +3,7 @@
 import json
 import os
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -148,11 +149,6 @@ def test_files_of_others_beside_chunks_and_manifests_stay(source, tmp_path, agai
     assert {*tree(tmp_path / "job")} == {*others, *own, *manifests, "job.json"}
 
 
-def test_a_newer_job_is_left_alone(source, tmp_path):
-    open_store(str(tmp_path / "job")).create("job.json", b'{"format_version":99}')
-    refused(r"Expected `int` <= 1 .*format_version", source, tmp_path / "job")
-
-
 def finish_another(folder: Path) -> None:
     split(make_source(folder / "b.parquet", *range(50)), folder / "job", num_chunks=3)
 
@@ -244,36 +240,28 @@ def test_what_does_not_fit_the_job_is_not_appended(grown, tmp_path):
     refused(what, tmp_path / "b.parquet", tmp_path / "limited", append=True)
 
 
-@pytest.mark.parametrize("first", ["data/a.parquet", "../data/a.parquet"])
+SPELLINGS = ("file://{}/data/a.parquet", "{}/x/../data/a.parquet", "link/a.parquet")
+
+
 @pytest.mark.parametrize(
-    "other", ["file://{}/data/a.parquet", "{}/x/../data/a.parquet", "link/a.parquet"]
+    ("first", "other"),
+    [
+        *product(("data/a.parquet", "../data/a.parquet"), SPELLINGS),
+        ("link/a.parquet", "{}/x/link/a.parquet"),
+    ],
 )
 def test_a_changed_file_is_known_by_any_spelling_of_its_path(tmp_path, monkeypatch, first, other):
     """All of its old rows were appended a second time."""
     for name in ("data", "x"):
         (tmp_path / name).mkdir()
     file = make_source(tmp_path / "data/a.parquet", *range(9))
-    monkeypatch.chdir(tmp_path / "x" if first.startswith("..") else tmp_path)
+    (tmp_path / "x/link").symlink_to(file.parent)
+    monkeypatch.chdir(tmp_path if first.startswith("data") else tmp_path / "x")
     split(first, tmp_path / "job")
     make_source(file, *range(12))
-    if other.startswith("link"):
-        Path("link").symlink_to(file.parent)
-    else:
-        monkeypatch.chdir("/")
+    monkeypatch.chdir(tmp_path / "x" if other.startswith("link") else "/")
     what = "has the name of a file of the job and other rows"
     refused(what, other.format(tmp_path), tmp_path / "job", append=True)
-
-
-def test_a_changed_file_is_known_below_a_link_that_the_job_names(tmp_path, monkeypatch):
-    make_source(tmp_path / "a.parquet", *range(9))
-    (tmp_path / "x").mkdir()
-    (tmp_path / "x/link").symlink_to(tmp_path)
-    monkeypatch.chdir(tmp_path / "x")
-    split("link/a.parquet", tmp_path / "x/job")
-    make_source(tmp_path / "a.parquet", *range(12))
-    monkeypatch.chdir("/")
-    what = "has the name of a file of the job and other rows"
-    refused(what, tmp_path / "x/link/a.parquet", tmp_path / "x/job", append=True)
 
 
 def test_appended_rows_are_named_by_the_columns_of_the_job(tmp_path):
