@@ -110,6 +110,15 @@ def store(memory_url):
     return MemoryStore(memory_url)
 
 
+@pytest.fixture
+def scratch(tmp_path):
+    """A `Scratch` of the test's own."""
+    from batchinfer.storage.scratch import Scratch
+
+    with contextlib.closing(Scratch(tmp_path / "scratch")) as made:
+        yield made
+
+
 @pytest.fixture(autouse=True)
 def own_log():
     """Give each test the log as it is at import: a command called before it may have changed level and handlers."""

@@ -7,9 +7,6 @@ from typing import Any
 
 from batchinfer.storage import ObjectInfo, Store
 
-KEYS_PER_REQUEST = 1000
-"""Number of keys that object stores list with one request."""
-
 
 class CountingStore:
     """Another store's verbs, counted in `requests` as an object store bills them. Safe for threads.
@@ -38,7 +35,7 @@ class CountingStore:
         """See `Store.list`."""
         self._count("list")
         for index, found in enumerate(self._store.list(prefix)):
-            if index and index % KEYS_PER_REQUEST == 0:
+            if index and index % 1000 == 0:
                 self._count("list")
             yield found
 

@@ -178,9 +178,7 @@ class EngineContract:
         for _ in engine.generate(source, stop):
             stop.set()
         assert source.left, "no more is taken than was in flight"
-        assert len(drive(engine, ListSource(calls(4)))) == 4, (
-            "abandoned calls are not answered later"
-        )
+        assert len(drive(engine, ListSource(calls(4)))) == 4, "abandoned calls do not come back"
 
     def test_a_refused_call_fails_alone(self, engine):
         rows = calls(5)

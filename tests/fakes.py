@@ -98,6 +98,11 @@ def meanwhile(monkeypatch: Any, owner: Any, step: str, act: Callable[[], object]
     monkeypatch.setattr(owner, step, step_after)
 
 
+def caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
 class Done(Future[Any]):
     """Work that was done at once."""
 

@@ -156,9 +156,3 @@ def replace_create_engine(monkeypatch, create) -> None:
 def workers_share_demo_engine(demo_engine, monkeypatch):
     """Workers that run in this process with --engine vllm use `demo_engine` instead of a server of their own."""
     replace_create_engine(monkeypatch, lambda _: demo_engine)
-
-
-@pytest.fixture
-def stop():
-    """A stop signal that is not set."""
-    return threading.Event()

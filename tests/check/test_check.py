@@ -17,11 +17,10 @@ from batchinfer.engines.gpus import Gpu
 from batchinfer.engines.models import ModelInfo
 from batchinfer.storage.opening import open_store
 from echo_server import fake_endpoint
-from making import make_job, run_worker_here
+from making import ECHO, make_job, run_worker_here
 from models import DEMO_MODEL
 
 MODEL = str(DEMO_MODEL)
-ECHO = ("--engine", "echo", "--prompt-column", "prompt")
 LLAMA_8B = ModelInfo(
     identity="",
     max_model_len=8192,

@@ -13,8 +13,7 @@ from batchinfer.engines.engine_config import EngineConfig
 from batchinfer.prompts.types import TASK_PATHS
 from engine_contract import EngineContract
 
-LENGTH = ["--max-model-len", "512", "--max-num-seqs", "16"]
-ECHO = EngineConfig(engine="echo", server_args=LENGTH)
+ECHO = EngineConfig(engine="echo", server_args=["--max-model-len", "512", "--max-num-seqs", "16"])
 
 
 class TestContract(EngineContract):

@@ -21,6 +21,7 @@ from batchinfer.engines.models import describe_model
 from batchinfer.engines.server import plan
 from batchinfer.storage.opening import open_store
 from batchinfer.storage.retrying import TransientError
+from fakes import caused
 from making import overwrite
 from models import DEMO_MODEL, write_adapter, write_model_stub
 
@@ -123,11 +124,6 @@ def test_what_the_hub_says_is_said_in_our_words(fake_hub, monkeypatch, error, is
         describe_model(EngineConfig(model="org/name", revision="x"))
 
 
-def _caused(error: Exception, cause: Exception) -> Exception:
-    error.__cause__ = cause
-    return error
-
-
 def _answered(status: int) -> Exception:
     error = OSError("from the test")
     error.response = SimpleNamespace(status_code=status)
@@ -135,12 +131,12 @@ def _answered(status: int) -> Exception:
 
 
 LOADING = [
-    (_caused(ValueError("no config"), _caused(OSError("so"), _answered(503))), False, None),
+    (caused(ValueError("no config"), caused(OSError("so"), _answered(503))), False, None),
     (LocalEntryNotFoundError("not here"), False, None),
     (LocalEntryNotFoundError("not here"), True, 2),
-    (_caused(OSError("no config"), ConnectionError("reset")), False, None),
-    (_caused(OSError("no config"), _answered(429)), False, None),
-    (_caused(OSError("no config"), _answered(404)), False, 2),
+    (caused(OSError("no config"), ConnectionError("reset")), False, None),
+    (caused(OSError("no config"), _answered(429)), False, None),
+    (caused(OSError("no config"), _answered(404)), False, 2),
     (ValueError("max_model_len"), False, 2),
 ]
 

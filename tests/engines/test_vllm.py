@@ -35,8 +35,8 @@ class TestShared(EngineContract):
     """What all engines must do, and what only vLLM can show. All tests of a session share this server."""
 
     @pytest.fixture
-    def opened(self, demo_engine, stop):
-        return demo_engine, demo_engine.open(stop)
+    def opened(self, demo_engine):
+        return demo_engine, demo_engine.open(None)
 
     def test_its_length_is_known(self, info):
         assert info.max_model_len == 256

@@ -9,18 +9,10 @@ from batchinfer.core import codec
 from batchinfer.core.errors import InputError, StorageError
 from batchinfer.ledger.chunk_files import fetch
 from batchinfer.ledger.jobs import ChunkRef
-from batchinfer.storage.scratch import Scratch
 from fakes import MemoryStore
 
 TEXT = b'{"a": 1}\n{"a": 2}'
 WHOLE = TEXT + b"\n"
-
-
-@pytest.fixture
-def scratch(tmp_path):
-    scratch = Scratch(tmp_path)
-    yield scratch
-    scratch.close()
 
 
 def put(store: MemoryStore, data: bytes, key: str = "x.jsonl", **fields: Any) -> ChunkRef:

@@ -1,26 +1,17 @@
 """`generate`: the grid, figures that add up, the requests of a run, and refusals."""
 
-from functools import partial
-
-import pytest
-
 from batchinfer.cli.main import main
 
-ECHO = ["--engine", "echo"]
+ECHO = ["generate", "--engine", "echo"]
 
 
-@pytest.fixture
-def generate(call):
-    return partial(call, "generate", *ECHO)
-
-
-def test_one_answer_stands_alone_on_stdout(generate):
-    ran = generate("--prompt", "hello  there\nfriend")
+def test_one_answer_stands_alone_on_stdout(call):
+    ran = call(*ECHO, "--prompt", "hello  there\nfriend")
     assert (ran.status, ran.out) == (0, "hello  there\nfriend\n")
 
 
-def test_several_answers_come_in_order_each_under_its_prompt_and_values(generate):
-    ran = generate("-p", "a b c", "-p", "d\x1b[2J", "--grid", "max_tokens=1,2")
+def test_several_answers_come_in_order_each_under_its_prompt_and_values(call):
+    ran = call(*ECHO, "-p", "a b c", "-p", "d\x1b[2J", "--grid", "max_tokens=1,2")
     assert ran.out.splitlines() == [
         *("--- a b c · max_tokens 1", "a", "--- d\\x1b[2J · max_tokens 1", "d\\x1b[2J"),
         *("--- a b c · max_tokens 2", "a b", "--- d\\x1b[2J · max_tokens 2", "d\\x1b[2J"),
@@ -30,8 +21,8 @@ def test_several_answers_come_in_order_each_under_its_prompt_and_values(generate
     assert "4 requests: 8 input and 5 output tokens in" in ran.err
 
 
-def test_a_request_that_the_engine_refuses_is_a_gap_and_the_others_are_there(generate):
-    ran = generate("--json", "-p", "a b c d", "-p", "e", "--max-model-len", "3")
+def test_a_request_that_the_engine_refuses_is_a_gap_and_the_others_are_there(call):
+    ran = call(*ECHO, "--json", "-p", "a b c d", "-p", "e", "--max-model-len", "3")
     assert (ran.status, ran.result["status"]) == (1, "PARTIAL")
     first, second = ran.result["results"]
     assert first["error"]["code"] == "prompt_too_long"

@@ -6,7 +6,6 @@ from models import DEMO_MODEL
 from terminal import CTRL_C, Terminal
 
 pytestmark = pytest.mark.vllm
-SUM = "What is 47 plus 38?"
 
 
 @pytest.fixture
@@ -24,7 +23,7 @@ def test_chat_in_a_terminal(options, tmp_path):
             ("/prompt", "<|im_start|>user\nWhat is the capital of Peru?<|im_end|>\n"),
             ("/set ignore_eos=true,max_tokens=none", "ignore_eos = True"),
         )
-        chat.send(SUM + "\r")
+        chat.send("What is 47 plus 38?\r")
         chat.expect("85")
         chat.send(CTRL_C)
         chat.expect(": the model sees what it has said")  # on a busy machine it was done before

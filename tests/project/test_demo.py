@@ -18,11 +18,6 @@ def demo(monkeypatch):
     return importlib.import_module("demo")
 
 
-@pytest.fixture
-def data(demo):
-    return importlib.import_module("demo_data")
-
-
 def without_numbers(text):
     """The lines of a text, with each number as 0."""
     lines = (" ".join(line.split()) for line in text.splitlines())
@@ -63,9 +58,8 @@ def swap(answers):
         (lambda answers: answers[3].update(_id="17x"), ["row 3: is {'_row': 3, '_id': '17x'"]),
     ],
 )
-def test_answers_that_are_lost_doubled_swapped_or_errors_fail_the_demo(
-    demo, data, damage, messages
-):
+def test_answers_that_are_lost_doubled_swapped_or_errors_fail_the_demo(demo, damage, messages):
+    data = importlib.import_module("demo_data")
     examples = list(data.draw_examples(40, seed=data.DEFAULT_SEED, held_out=True))
     answers = [
         {"_row": row, "_id": str(row), "status": 200, "text": example.answer}

@@ -13,7 +13,7 @@ from batchinfer.core.errors import (
 from batchinfer.storage.hub import ReadOnlyStore, hub_errors
 from batchinfer.storage.opening import open_store
 from batchinfer.storage.retrying import TransientError
-from fakes import QUICK
+from fakes import QUICK, caused
 from fixtures_hub import Fault
 
 REPOSITORY = "datasets/org/name"
@@ -76,11 +76,6 @@ def make_error(kind: type[Exception], status: int | None = None) -> Exception:
     return error
 
 
-def outage_behind(error: Exception) -> Exception:
-    error.__cause__ = ConnectionError("no route")
-    return error
-
-
 @pytest.mark.parametrize(
     ("error", "raised", "said"),
     [
@@ -95,8 +90,8 @@ def outage_behind(error: Exception) -> Exception:
         (PermissionError(13, "Permission denied", "/cache"), AccessDenied, "HF_HOME"),
         (PermissionError("403"), AccessDenied, "HF_TOKEN"),
         (FileNotFoundError("x"), ObjectNotFound, ""),
-        (outage_behind(FileNotFoundError("x")), TransientError, ""),
-        (outage_behind(RuntimeError("an upload")), TransientError, ""),
+        (caused(FileNotFoundError("x"), ConnectionError("no route")), TransientError, ""),
+        (caused(RuntimeError("an upload"), ConnectionError("no route")), TransientError, ""),
         (RuntimeError("Task error: CAS Client Error: sending request"), TransientError, ""),
     ],
 )

@@ -21,10 +21,8 @@ from batchinfer.storage.scratch import Scratch
 
 
 def test_a_filesystem_without_locks_is_refused(store, monkeypatch):
-    def flock(_handle: int, _operation: int) -> None:
-        raise OSError(errno.ENOSYS, "Function not implemented")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
+    absent = OSError(errno.ENOSYS, "Function not implemented")
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=absent))
     with pytest.raises(ConfigError, match="has no locks"):
         check_preconditions(store)
     with pytest.raises(ConfigError, match="cannot be made"):
@@ -146,16 +144,14 @@ def test_bytes_are_on_the_disk_before_the_name_and_the_name_before_the_answer(
 def test_a_lock_that_may_not_be_made_is_refused_access(store: LocalStore, monkeypatch):
     """The folder's handle was closed twice: of several threads, the second time it was another's."""
     etag, real = store.create("k", b"1"), os.open
-
-    def flock(_handle: int, _operation: int) -> None:
-        raise OSError(errno.EBADF, "Bad file descriptor")
+    bad = OSError(errno.EBADF, "Bad file descriptor")
 
     def refuse(path, *rest):
         if Path(path).name == LOCK_NAME:
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return real(path, *rest)
 
-    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=bad))
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(AccessDenied):
         store.replace("k", b"2", etag)

@@ -31,13 +31,6 @@ FAILED = b'{"_row":0,"_id":"","status":400,"error":{"code":"c","message":"m"}}'
 
 
 @pytest.fixture
-def scratch(tmp_path):
-    made = Scratch(tmp_path / "scratch")
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def source(tmp_path):
     """A job's folder with a chunk of short rows."""
     made = open_store(str(tmp_path / "job"))

@@ -17,6 +17,13 @@ def stage():
         yield made
 
 
+@pytest.fixture
+def heartbeat(store, clock):
+    """The heartbeat of a worker whose lease does as the test says."""
+    telemetry = Mock(up_to_date=worker_record, latest=worker_record())
+    return Heartbeat(store, Mock(worker_id="a", lease_seconds=60.0), telemetry, Mock(), clock)
+
+
 def run(stage: Stage, *, kill_after: float | None = None, max_attempts: int = 2) -> Ending:
     """One start that may be killed."""
     if kill_after is not None:
@@ -70,10 +77,8 @@ def test_heartbeats_that_take_longer_than_the_lease_end_the_worker():
     assert "--lease-seconds" in ending.error.hint
 
 
-def test_a_machine_that_was_frozen_after_an_outage_goes_on(store, clock):
-    lease = Mock(worker_id="a", lease_seconds=60.0)
-    telemetry = Mock(up_to_date=worker_record, latest=worker_record())
-    heartbeat = Heartbeat(store, lease, telemetry, Mock(), clock)
+def test_a_machine_that_was_frozen_after_an_outage_goes_on(heartbeat, clock):
+    lease = heartbeat.lease
     lease.renew.return_value = lease.is_held.return_value = False
     heartbeat.beat()
     clock.sleep(1800.0)
@@ -85,19 +90,18 @@ def test_a_machine_that_was_frozen_after_an_outage_goes_on(store, clock):
 
 @pytest.mark.parametrize("is_held", [True, False])
 def test_a_heartbeat_that_a_freeze_held_up_leaves_the_statistics_of_a_newer_start(
-    store, clock, is_held
+    heartbeat, store, is_held
 ):
-    lease = Mock(worker_id="a", lease_seconds=60.0)
+    lease = heartbeat.lease
     lease.renew.return_value, lease.is_held.return_value = True, is_held
-    telemetry = Mock(up_to_date=worker_record, latest=worker_record())
-    Heartbeat(store, lease, telemetry, Mock(), clock).beat()
+    heartbeat.beat()
     assert [info.key for info in store.list()] == [layout.statistics_key("a")] * is_held
 
 
-def test_an_outage_that_has_passed_does_not_count_for_a_late_heartbeat_hours_later(store, clock):
-    lease = Mock(worker_id="a", lease_seconds=60.0)
-    telemetry = Mock(up_to_date=worker_record, latest=worker_record())
-    heartbeat = Heartbeat(store, lease, telemetry, Mock(), clock)
+def test_an_outage_that_has_passed_does_not_count_for_a_late_heartbeat_hours_later(
+    heartbeat, clock
+):
+    lease = heartbeat.lease
     for is_held in (False, False, False, True, False):
         clock.sleep(7200.0 if is_held else 15.0)
         lease.renew.return_value = lease.is_held.return_value = is_held
