@@ -6,9 +6,7 @@ The second direction is for the command that resumes a run: the values in run.js
 from __future__ import annotations
 
 import contextlib
-import csv
 import functools
-import io
 import json
 import math
 import re
@@ -98,20 +96,23 @@ def _whole_or(least: int | None = None, **words: Any) -> Kind:
     return Kind({"type": str}, read, lambda value: [written.get(value, str(value))])
 
 
+_LISTED = re.compile(r'\s*(?:"((?:[^"]|"")*)"|([^,]*?))\s*(?:,|$)')
+
+
 def _split_names(_flag: str, text: str) -> list[str]:
     """Return the names in an option. Double quotes stand around one with commas or outer blanks, as in CSV."""
-    if '"' in text:
-        return next(csv.reader([text], skipinitialspace=True))
-    return [part.strip() for part in text.split(",") if part.strip()]
+    parts = (
+        part[2].strip() if part[1] is None else part[1].replace('""', '"')
+        for part in _LISTED.finditer(text)
+    )
+    return list(filter(None, parts))
 
 
 def write_names(names: list[str]) -> list[str]:
     """Return the word of an option that has these names."""
-    has_blanks = any(name != name.strip() for name in names)
-    quoting: Any = csv.QUOTE_ALL if has_blanks else csv.QUOTE_MINIMAL
-    line = io.StringIO()
-    csv.writer(line, lineterminator="", quoting=quoting).writerow(names)
-    return [line.getvalue()]
+    quoted = (f'"{name.replace(chr(34), 2 * chr(34))}"' for name in names)
+    is_odd = (name != name.strip() or not {",", '"'}.isdisjoint(name) for name in names)
+    return [",".join(it[1] if it[2] else it[0] for it in zip(names, quoted, is_odd, strict=True))]
 
 
 _REPEATED = Kind({"type": str, "multiple": True}, lambda _flag, given: list(given), list)

@@ -31,9 +31,9 @@ _BATCH_ROWS = 4096
 
 MAX_NAMES = 100
 """Most names of an object. One with more is probably a map with arbitrary keys, and stays JSON text."""
-_MOST_STRUCTURES = 1000
-"""Most structures of a member. One with more is a map with arbitrary keys, too."""
-_LARGE = r"[0-9]{%d,}([,\]}\s]|$)|[0-9]{200,}|[eE]\+?[0-9]{3,}"
+_MOST_LEAVES = 1000
+"""Most names of a member at all depths, each with its types. One with more is a map with arbitrary keys, too."""
+_LARGE = r"(^|[\[,:{\s-])[0-9]{%d,}([,\]}\s]|$)|[0-9]{200,}|[eE]\+?[0-9]{3,}"
 """Integers of so many digits, or numbers beyond float64."""
 _STRING = r'"([^"\\]|\\.)*"'
 _FLOAT_DIGITS, _INT_DIGITS = 16, 19
@@ -69,24 +69,22 @@ class JsonColumns:
     ) -> None:
         self._value = f"CASE WHEN json_type({value}) = 'OBJECT' THEN {value} END"
         values = f"(SELECT {self._value} AS v, _row FROM part)"
-        # One value of each structure is enough to tell a member's type.
-        found = defaultdict[str, dict[str, str]](dict)
+        # Values that bring a new name or type are enough to tell a member's type.
+        found, seen = defaultdict[str, list[str]](list), defaultdict[str, set[Any]](set)
+        odd = dict[str, Shape]()
         members = "unnest(json_keys(v)) AS name, unnest(json_extract(v, '$.*')) AS member"
         query = f"""SELECT name, json_structure(member)::VARCHAR, any_value(member)::VARCHAR
             FROM (SELECT _row, {members}, generate_subscripts(json_keys(v), 1) AS place FROM {values})
-            GROUP BY 1, 2 ORDER BY min(_row), min(place)"""
+            GROUP BY 1, 2 ORDER BY min(row(_row, place))"""
         for name, structure, text in answers.in_parts(query):
-            if len(found[name]) <= _MOST_STRUCTURES:
-                found[name].setdefault(structure, text)
-        odd = {
-            name: "JSON"
-            for name, texts in found.items()
-            if len(texts) > _MOST_STRUCTURES or any(is_deep(each.encode()) for each in texts)
-        }
-        given = [json.dumps(example or {})]
-        for name, texts in found.items():
-            if name not in odd:
-                given += (f"{{{json.dumps(name)}:{text}}}" for text in texts.values())
+            texts = found[name]
+            if is_deep(structure.encode()) or len(seen[name]) > _MOST_LEAVES:
+                odd[name] = "JSON"
+            elif new := set(_leaves(json.loads(structure))) - seen[name]:
+                seen[name] |= new
+                texts.append(f"{{{json.dumps(name)}:{text}}}")
+        given = [text for name, texts in found.items() if name not in odd for text in texts]
+        given.append(json.dumps(example or {}))
         query = "SELECT json_group_structure(v::JSON) FROM (SELECT unnest($1) AS v)"
         [shared] = sql.execute(query, [given]).fetchall()[0]
         shared = json.loads(shared) if example or len(given) > 1 else {}
@@ -132,6 +130,16 @@ class JsonColumns:
             else f"struct_extract({struct}, {quoted(name, chr(39))})"
             for name, kind in self.kinds.items()
         }
+
+
+def _leaves(shape: Shape, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield the paths to the simple types of a shape, each with the type."""
+    if isinstance(shape, str):
+        yield path, shape
+        return
+    yield path, type(shape).__name__
+    for name, each in shape.items() if isinstance(shape, dict) else (("[]", one) for one in shape):
+        yield from _leaves(each, (*path, name))
 
 
 def _pointer(name: str) -> str:

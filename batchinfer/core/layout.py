@@ -48,8 +48,7 @@ def chunk_name(index: int, num_chunks: int) -> str:
     >>> chunk_name(7, 200)
     'part-00007'
     """
-    width = max(5, len(str(num_chunks - 1)))
-    return f"part-{index:0{width}d}"
+    return f"part-{index:0{max(5, len(str(num_chunks - 1)))}d}"
 
 
 def chunk_file(name: str, compression: str, nonce: str = "") -> str:

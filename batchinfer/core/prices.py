@@ -128,5 +128,4 @@ def _table() -> dict[str, Any]:
     import yaml
 
     text = importlib.resources.files("batchinfer.core").joinpath("prices.yaml").read_text()
-    table: dict[str, Any] = yaml.safe_load(text)
-    return table
+    return dict(yaml.safe_load(text))

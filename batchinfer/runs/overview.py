@@ -31,6 +31,8 @@ SLOW_SHARE = 0.5
 """Share of the median rate of its like below which a worker counts as slow."""
 _NEW_SECONDS = 5.0
 """Seconds after loading in which a worker without an open chunk counts as running: it is about to open its first."""
+_FEWEST_SECONDS = 10.0
+"""Fewest seconds of a rate of a later start, whose minute may have begun before its heartbeat."""
 _JUDGED_SECONDS, _FEWEST_LIKE = 60.0, 3
 """Fewest seconds of a rate by which a worker is called slow, and fewest workers that it is compared with."""
 ALIVE_STATES = ("running", "slow", "loading", "stalled", "waiting")
@@ -266,8 +268,9 @@ def _recent(record: Worker) -> Rate:
     is_later = record.num_starts > 1
     begin = max(first * 60.0, math.ceil(ready / 60) * 60.0 if is_later else ready)
     minutes = [minute for minute in record.minutes if minute.minute >= begin // 60]
+    seconds = record.heartbeat - begin
     return _rate(
-        max(record.heartbeat - begin, 0.0 if is_later else 1.0),
+        seconds if seconds >= _FEWEST_SECONDS else 0.0 if is_later else max(seconds, 1.0),
         sum(minute.rows for minute in minutes),
         sum(minute.prompt_tokens for minute in minutes),
         sum(minute.completion_tokens for minute in minutes),

@@ -25,7 +25,7 @@ from batchinfer.core.clock import Clock
 from batchinfer.core.errors import AlreadyExists, BatchinferError, ConfigError
 from batchinfer.core.json_text import read_object
 from batchinfer.core.option_help import Opt
-from batchinfer.core.printable import printable_record
+from batchinfer.core.printable import printable, printable_record
 from batchinfer.core.records import Marker, Record
 from batchinfer.formats.lines import answer_of, read_line
 from batchinfer.ledger.chunk_files import fetch
@@ -96,7 +96,7 @@ def render_page(snapshot: Snapshot, seen: Overview, samples: list[dict[str, Any]
         columns=COLUMNS,
         examples=ChainMap(*(view.examples for view in seen.workers)),
         samples=samples,
-        settings=codec.encode_pretty(snapshot.run).decode() if snapshot.run else "",
+        settings=printable(codec.encode_pretty(snapshot.run).decode()) if snapshot.run else "",
     )
 
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from rich import box
 from rich.console import Console, Group
+from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -132,13 +133,16 @@ def watch(
         The overview that was shown last.
     """
     seen = look()
-    console.print(render(seen, console.width))
-    with suppress(KeyboardInterrupt):
+    live = Live(render(seen, console.width), console=console, auto_refresh=False)
+    with suppress(KeyboardInterrupt), live:
         while every_seconds and seen.state not in ("done", "stopped"):
+            if (
+                not console.is_terminal
+            ):  # a log has one look after the other, of which `live` prints the last
+                console.print(render(seen, console.width))
             clock.sleep(every_seconds)
             seen = look()
-            console.clear()  # of a terminal; a file has one after the other
-            console.print(render(seen, console.width))
+            live.update(render(seen, console.width), refresh=True)
     return seen
 
 
@@ -290,6 +294,7 @@ def _worker_table(workers: list[WorkerView], width: int) -> Table:
         justify: Any = "left" if column.is_text else "right"
         # A long name takes several lines, for its end tells workers apart. A number is never cut.
         how: Any = {"no_wrap": not column.is_text, "overflow": "fold", "max_width": 32}
+        how |= {"min_width": 8} if column.is_text else {}
         table.add_column(column.name, justify=justify, **how)
     order = sorted(workers, key=lambda view: (not view.is_alive, view.state == "done", view.id))
     for view in order[:MAX_SHOWN_WORKERS]:

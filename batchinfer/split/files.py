@@ -150,7 +150,8 @@ def locate(argument: str) -> list[DataFile]:
         named = "._" if posixpath.basename(path).startswith(".") else "_"
         hiding = "/[._]"
         # Nobody typed the present folder's path, so no character in it makes a pattern.
-        here = str(Path.cwd()) if is_local(argument) and path.startswith(str(Path.cwd())) else ""
+        here = "" if argument.startswith("/") or not is_local(argument) else str(Path.cwd())
+        here = here if path.startswith(here) else ""
         try:
             listed = {path: system.info(path)}
         except FileNotFoundError:

@@ -61,16 +61,28 @@ def batches(file: DataFile, wanted: Wanted) -> Iterator[pl.DataFrame]:
         groups = range(parquet.num_row_groups)
         num_bytes = sum(metadata.row_group(group).total_byte_size for group in groups)
         # In the file, a text that repeats counts once. A batch shows how large the rows really are.
-        row_bytes = max(1.0, num_bytes / file.rows)
-        for sample in itertools.islice(parquet.iter_batches(_SAMPLE_ROWS, [0], columns=needed), 1):
-            row_bytes = max(row_bytes, sample.nbytes / max(1, sample.num_rows))
+        row_bytes = max(1.0, num_bytes / max(1, file.rows))
+        buffered = pq.ParquetFile(
+            there, metadata=metadata, pre_buffer=False, buffer_size=_END_BYTES
+        )
+        for sample in itertools.islice(buffered.iter_batches(_SAMPLE_ROWS, [0], columns=needed), 1):
+            row_bytes = max(row_bytes, _row_bytes(_frame_of(sample, needed, file)))
         # pyarrow cannot make one batch of several row groups where lists or structs hold dictionaries.
         for group in groups:
             at_once = max(1, min(_BATCH_ROWS, int(_BATCH_BYTES / row_bytes)))
             for batch in parquet.iter_batches(at_once, [group], columns=needed):
-                row_bytes = max(row_bytes, batch.nbytes / max(1, batch.num_rows))
-                # A name with a dot may bring other columns along, which `select` leaves out.
-                yield plain_frame(pa.Table.from_batches([batch.select(needed)]), file.url)
+                frame = _frame_of(batch, needed, file)
+                row_bytes = max(row_bytes, _row_bytes(frame))
+                yield frame
+
+
+def _frame_of(batch: pa.RecordBatch, needed: list[str], file: DataFile) -> pl.DataFrame:
+    # A name with a dot may bring other columns along, which `select` leaves out.
+    return plain_frame(pa.Table.from_batches([batch.select(needed)]), file.url)
+
+
+def _row_bytes(frame: pl.DataFrame) -> float:
+    return frame.estimated_size() / max(1, frame.height)
 
 
 def encode(frame: pl.DataFrame, file: DataFile, wanted: Wanted, row: int, _first: int) -> Block:

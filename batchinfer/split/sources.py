@@ -216,7 +216,7 @@ def count_sources(
     located = [file for argument in arguments for file in files.locate(argument)]
     urls = Counter(files.place_of(file.url) for file in located)
     if urls.total() > len(urls):
-        hint = "name it once; to have its rows twice, copy it"
+        hint = "name it once (links lead to it, too); to have its rows twice, copy it"
         raise InputError(f"{urls.most_common(1)[0][0]}: is named twice", hint=hint)
     for file in located:
         if limit is None or rows < limit:

@@ -23,7 +23,7 @@ from batchinfer.core.option_help import FIRST, NO_OPTION, Count, Opt
 from batchinfer.core.records import Job, Record
 from batchinfer.ledger.jobs import decode_job, identity, is_absolute
 from batchinfer.split import writer
-from batchinfer.split.files import is_local, place_of
+from batchinfer.split.files import is_local
 from batchinfer.split.sources import Sources, count_listed, count_sources
 from batchinfer.storage import Store
 from batchinfer.storage.opening import local_path, open_store
@@ -275,8 +275,10 @@ def _check_fits(url: str, job: Job, new: Sources) -> None:
 
 
 def _canonical(url: str) -> str:
-    """Return what names a file, whatever its bytes are: its place, without the Hub's revision."""
-    return re.sub(r"^(hf://[^@]+)@[^/]+", r"\1", place_of(url))
+    """Return what names a file, whatever its bytes are: its real path, or its URL without the Hub's revision."""
+    if is_local(url):
+        return os.path.realpath(local_path(url))
+    return re.sub(r"^(hf://[^@]+)@[^/]+", r"\1", url)
 
 
 def _refuse_runs(store: Store, output: str) -> None:

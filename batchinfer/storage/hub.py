@@ -174,8 +174,7 @@ class ReadOnlyStore:
 
     def get(self, key: str) -> Object:
         """See `Store.get`. The etag and the bytes are asked for one after the other."""
-        etag = self.stat(key).etag
-        return Object(self._ask(key, self._fs.cat_file), etag)
+        return Object(etag=self.stat(key).etag, data=self._ask(key, self._fs.cat_file))
 
     def download(self, key: str, path: Path) -> None:
         """See `Store.download`."""

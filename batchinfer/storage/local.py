@@ -122,6 +122,9 @@ class LocalStore:
                 os.link(path, temp)  # on one filesystem, no byte is copied
             except OSError:
                 shutil.copyfile(path, temp)
+            folder = target.parent.stat()
+            if folder.st_mode & stat.S_ISGID:  # its files have its group
+                os.chown(temp, -1, folder.st_gid)
             _fsync(temp)
             temp.replace(target)
 

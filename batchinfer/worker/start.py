@@ -93,8 +93,7 @@ class _Start:
         with contextlib.ExitStack() as stack:
             serve_metrics(self.config, self.store.url, telemetry, stack)
             membership = self._look()
-            scratch = Scratch(self.config.scratch_dir)
-            stack.callback(scratch.close)
+            scratch = stack.enter_context(contextlib.closing(Scratch(self.config.scratch_dir)))
             lease = Lease(
                 self.store,
                 telemetry.latest.id,

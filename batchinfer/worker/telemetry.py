@@ -107,9 +107,10 @@ class Telemetry:
         starts = {"num_starts": base.num_starts + 1, "last_start": self._clock.now()}
         self._base = msgspec.structs.replace(base, **starts)
         money, known = self._present["money"] or Money(), base.money
-        if known is not None and money.price_per_hour is None:  # the machine costs what it did
-            price = {"price_per_hour": known.price_per_hour, "price_source": known.price_source}
-            self._present["money"] = msgspec.structs.replace(money, **price)
+        if known and money.price_per_hour is None:  # the same machine costs what it did
+            price = known.price_per_hour if base.host == self._present["host"] else None
+            more = {"price_source": known.price_source, "cost": known.cost}
+            self._present["money"] = msgspec.structs.replace(money, price_per_hour=price, **more)
         self._minutes = Minutes(base.minutes)
         return self.snapshot()
 

@@ -136,11 +136,14 @@ def test_a_large_file_is_read_in_pieces(tmp_path):
     (tmp_path / "c.csv").write_text("n,text\n" + "".join(f"{n},{'x' * 10**6}\n" for n in range(9)))
     texts = {"n": range(4000), "text": ["x" * 10_000] * 4000}  # which the file holds once
     pq.write_table(pa.table(texts), tmp_path / "d.parquet")
-    files = {"a.jsonl": 10_000, "b.csv": 20_000, "c.csv": 9, "d.parquet": 4000}
+    many = pa.array([f"{n % 2000}" + "x" * 1000 for n in range(9000)]).dictionary_encode()
+    pq.write_table(pa.table({"n": range(9000), "text": many}), tmp_path / "e.parquet")
+    files = {"a.jsonl": 10_000, "b.csv": 20_000, "c.csv": 9, "d.parquet": 4000, "e.parquet": 9000}
     for name, count in files.items():
         assert numbers(tmp_path / name) == list(range(count))
-        blocks = count_sources([str(tmp_path / name)]).blocks()
-        assert max(len(block.lines) for block in blocks) < 6 << 20
+        sizes = [len(each.lines) for each in count_sources([str(tmp_path / name)]).blocks()]
+        assert max(sizes) < 6 << 20
+        assert len(sizes) < 40
 
 
 BAD: dict[str, tuple[bytes | None, str, str]] = {

@@ -53,8 +53,8 @@ def test_counters_add_up_over_epochs_and_open_chunks_do_not_stay(clock):
 def test_each_start_of_a_worker_is_paid_at_its_own_price(clock):
     """A worker that a dearer machine replaced would end too early by --max-cost, and after a cheaper one too late."""
     before = None
-    for price, cost in ((6.0, 1.0), (60.0, 11.0), (None, 21.0), (6.0, 22.0)):
-        made = Telemetry("w0", clock, host={}, money=Money(price_per_hour=price))
+    for gpu, price, cost in (("A", 6, 1), ("A", 60, 11), ("A", None, 21), ("B", None, 21)):
+        made = Telemetry("w0", clock, host={"gpu": gpu}, money=Money(price_per_hour=price))
         made.begin(before and lease_record(), before)
         clock.seconds += 600
         before = made.snapshot()
