@@ -268,9 +268,10 @@ def _recent(record: Worker) -> Rate:
     is_later = record.num_starts > 1
     begin = max(first * 60.0, math.ceil(ready / 60) * 60.0 if is_later else ready)
     minutes = [minute for minute in record.minutes if minute.minute >= begin // 60]
-    seconds = record.heartbeat - begin
+    if is_later and record.heartbeat - begin < _FEWEST_SECONDS:
+        return Rate()
     return _rate(
-        seconds if seconds >= _FEWEST_SECONDS else 0.0 if is_later else max(seconds, 1.0),
+        max(record.heartbeat - begin, 1.0),
         sum(minute.rows for minute in minutes),
         sum(minute.prompt_tokens for minute in minutes),
         sum(minute.completion_tokens for minute in minutes),

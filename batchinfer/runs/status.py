@@ -96,8 +96,8 @@ def look_closely(
     rows = rows_of(snapshot)
     counted_rows = add_up(worker.record for worker in snapshot.workers).rows_done
     is_again = any(generations.values()) or counted_rows > sum(rows.values())
-    is_done = rows.keys() <= generations.keys() and len(generations) <= _MOST_MARKERS
-    reads_markers |= is_again and is_done
+    is_done = rows.keys() <= generations.keys()
+    reads_markers |= is_done and is_again and len(generations) <= _MOST_MARKERS
     counted = add_up(read_markers(store, generations).values()) if reads_markers else None
     seen = overview(snapshot, config.price_per_hour, is_spot=config.is_spot, of_markers=counted)
     return snapshot, with_launches(seen, store, config.namespace)
@@ -136,9 +136,8 @@ def watch(
     live = Live(render(seen, console.width), console=console, auto_refresh=False)
     with suppress(KeyboardInterrupt), live:
         while every_seconds and seen.state not in ("done", "stopped"):
-            if (
-                not console.is_terminal
-            ):  # a log has one look after the other, of which `live` prints the last
+            # A log has one look after the other. `live` prints the last one.
+            if not console.is_terminal:
                 console.print(render(seen, console.width))
             clock.sleep(every_seconds)
             seen = look()
