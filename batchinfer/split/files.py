@@ -161,7 +161,7 @@ def locate(argument: str) -> list[DataFile]:
             hiding = rf"/(?![{named}][^/]*$)[._]"
             listed = _matching(system, pattern, argument)
         for folder in [name for name, info in listed.items() if info["type"] == "directory"]:
-            if is_local(argument):
+            if is_local(argument) and "**" not in path:  # else `_matching` has done it
                 _look_into(folder)
             listed |= system.find(folder, detail=True)
         found, hidden = list[DataFile](), list[DataFile]()

@@ -268,6 +268,12 @@ def test_no_value_becomes_another(values, kind, tmp_path):
         assert is_same(value, text), (value, text)
 
 
+def test_columns_come_in_the_order_in_which_rows_bring_them(tmp_path):
+    lines = [b'{"id":"u","prompt":"x","note":null,"tag":"z"}', b'{"tag":"1"}', b'{"prompt":"k"}']
+    found = table_of(finished_lines(tmp_path, lines), tmp_path, with_source=True)
+    assert found.column_names[-4:] == ["id", "prompt", "note", "tag"]
+
+
 def test_large_rows_with_many_numbers_fit_into_memory(tmp_path):
     """DuckDB takes 2048 rows at once, and held their texts for each of the numbers."""
     texts = [

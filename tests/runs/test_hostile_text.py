@@ -75,5 +75,7 @@ def test_no_command_prints_a_control_character(command, call):
     assert "Traceback" not in done.err
     assert UNSAFE.findall(done.out + done.err) == []
     result = done.result
+    if command.startswith("report"):
+        assert UNSAFE.findall(Path("report.html").read_text()) == []
     if command == f"status {RUN} --json":
         assert sorted(result["totals"]["errors"].values()) == [2, 3]

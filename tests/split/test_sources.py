@@ -134,8 +134,11 @@ def test_a_large_file_is_read_in_pieces(tmp_path):
     csv = "n,text\n" + "".join(f"{n},{'x' * 1000}\n" for n in range(20_000))
     (tmp_path / "b.csv").write_text(csv)
     (tmp_path / "c.csv").write_text("n,text\n" + "".join(f"{n},{'x' * 10**6}\n" for n in range(9)))
-    texts = {"n": range(4000), "text": ["x" * 10_000] * 4000}  # which the file holds once
-    pq.write_table(pa.table(texts), tmp_path / "d.parquet")
+    texts = ["short"] * 16 + ["x" * 10_000] * 3984  # which the file holds once
+    table = pa.table({"n": range(4000), "text": texts})
+    with pq.ParquetWriter(tmp_path / "d.parquet", table.schema) as writer:
+        writer.write_table(table.slice(0, 400))
+        writer.write_table(table.slice(400))
     many = pa.array([f"{n % 2000}" + "x" * 1000 for n in range(9000)]).dictionary_encode()
     pq.write_table(pa.table({"n": range(9000), "text": many}), tmp_path / "e.parquet")
     files = {"a.jsonl": 10_000, "b.csv": 20_000, "c.csv": 9, "d.parquet": 4000, "e.parquet": 9000}

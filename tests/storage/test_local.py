@@ -141,6 +141,15 @@ def test_bytes_are_on_the_disk_before_the_name_and_the_name_before_the_answer(
     assert source.samefile(target) != is_apart
 
 
+def test_files_of_a_shared_folder_have_its_group(store, tmp_path, monkeypatch):
+    store.create("a/b", b"1")
+    (store.root / "a").chmod(0o2775)
+    (tmp_path / "built").write_bytes(b"1")
+    monkeypatch.setattr(os, "chown", chown := Mock())
+    store.put_file("a/c", tmp_path / "built")
+    assert chown.call_args.args[1:] == (-1, (store.root / "a").stat().st_gid)
+
+
 def test_a_lock_that_may_not_be_made_is_refused_access(store: LocalStore, monkeypatch):
     """The folder's handle was closed twice: of several threads, the second time it was another's."""
     etag, real = store.create("k", b"1"), os.open
